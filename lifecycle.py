@@ -6,7 +6,7 @@ train_rl.main() calls these functions in this order:
     evaluation_is_due() ... log_evaluation()  held-out sets
     next_stage_if_due()                       hand-over to the next stage
     measure_rollout() ... log_step()          metrics of a step
-    save_if_due()                             checkpoints, signals, the mismatch gate
+    stop_reason(), save_if_due()              checkpoints, signals, the mismatch gate
     finish()                                  export, summary
 
 A function marked Collective must be called by all ranks.
@@ -925,30 +925,38 @@ def log_step(
 # ============================================================================================================
 # Checkpoints, end
 # ============================================================================================================
-def save_if_due(run: Run, metrics: dict[str, float]) -> None:
-    """Write a checkpoint if one is due or a signal was received. Collective.
+def stop_reason(run: Run, metrics: dict[str, float]) -> RuntimeError | Stopped | None:
+    """Return the error with which the run stops after this step; None if it continues. Collective.
 
-    RuntimeError if trainer and engine drift apart, Stopped after a signal.
+    RuntimeError if trainer and engine drift apart (algorithm.mismatch_gate), Stopped after a signal.
     """
     state = run.state
-    every = run.config.checkpoint.every
     mismatch_problem = mismatch_gate(metrics, state, run.config)
     signal_number = int(reduce_metrics({"signal_max": (run.signals.received, 1)})["signal_max"])
-    is_due = state.is_last(run.config) or bool(every and state.step % every == 0)
-    if is_due or mismatch_problem or signal_number:
+    if mismatch_problem:
+        return RuntimeError(mismatch_problem)
+    if signal_number == 0 or state.is_last(run.config):
+        return None
+    name = signal.Signals(signal_number).name
+    checkpoint = f"{run.config.run.dir}/checkpoints/step_{state.step:06d}"
+    return Stopped(
+        f"stopped by {name} after step {state.step}: the same command resumes from {checkpoint}",
+        signal_number,
+    )
+
+
+def save_if_due(run: Run, reason: RuntimeError | Stopped | None) -> None:
+    """Write a checkpoint if one is due or the run stops, and raise the reason to stop. Collective."""
+    state = run.state
+    every = run.config.checkpoint.every
+    if reason or state.is_last(run.config) or (every and state.step % every == 0):
         state.peak_rss_bytes = peak_rss_bytes(state)
         with run.clock("checkpoint"):
             save_checkpoint(run.run_config, asdict(state), lambda folder: write_rank(run, folder))
-    if mismatch_problem:
-        raise RuntimeError(mismatch_problem)
-    if signal_number and not state.is_last(run.config):
+    if isinstance(reason, Stopped):
         run.accelerator.end_training()  # some trackers send their last rows now
-        name = signal.Signals(signal_number).name
-        checkpoint = f"{run.config.run.dir}/checkpoints/step_{state.step:06d}"
-        raise Stopped(
-            f"stopped by {name} after step {state.step}: the same command resumes from {checkpoint}",
-            signal_number,
-        )
+    if reason:
+        raise reason
 
 
 def write_rank(run: Run, folder: Path) -> dict[Path, str]:

@@ -77,6 +77,7 @@ from lifecycle import (
     refuse_broken_policy,
     save_if_due,
     set_up,
+    stop_reason,
     threads_of_step,
 )
 from memory_plan import syncs_own_experts
@@ -1219,7 +1220,7 @@ def main(config: Config) -> None:
         num_dlogp_tokens = int(reduced.pop("measured_tokens_total", 0))  # weight of this step's abs_dlogp
         state.add_step(reduced, run.rule, num_dlogp_tokens, charged_tokens(config, reduced))
         log_step(run, batch, reduced, report, step_start)
-        save_if_due(run, reduced)
+        save_if_due(run, stop_reason(run, reduced))
         del sampled, groups, batch  # or their routes would stay in memory during the next rollout
     evaluate_if_due(run)
     finish(run)
