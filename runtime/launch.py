@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import TypeVar
 
 Options = TypeVar("Options")
-
-
 FIRST_PROCESS = Path("/proc/1")
 
 
@@ -33,10 +31,17 @@ def die_with_torchrun() -> None:
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        command = (FIRST_PROCESS / "cmdline").read_bytes()
-        is_orphan = parent == 1 and not (b"torch" in command or b"python" in command)
-        if os.getppid() != parent or is_orphan:
+        if os.getppid() != parent or parent == 1 and not first_process_may_be_torchrun():
             os._exit(1)
+
+
+def first_process_may_be_torchrun() -> bool:
+    """Look at the command of the system's first process; True also if it cannot be read."""
+    try:
+        command = (FIRST_PROCESS / "cmdline").read_bytes()
+    except OSError:
+        return True
+    return b"torch" in command or b"python" in command
 
 
 COPY_S = 1.0  # one request to stop may arrive twice within this time
