@@ -60,7 +60,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-METHOD_TESTS = losses centering grpo zero_variance greso plugins methods second_opinion rollouts_of_a_step walkthrough
+METHOD_TESTS = losses model replay teacher centering grpo zero_variance greso plugins methods second_opinion rollouts_of_a_step walkthrough
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -q $(METHOD_TESTS:%=tests/test_%.py) -m "not slow and not gpu"

@@ -503,8 +503,10 @@ def test_workers_get_the_environment_variables_of_reward_env(own, monkeypatch):
 
 def test_an_item_of_code_has_the_time_limit_of_the_tests():
     limits = {"isolation": "bubblewrap", "timeout_s": 2.0, "memory_bytes": 1 << 30}
-    expected = {"math": 1.5, "instructions": 1.5, "code": 1.5 + 3 * 2.0, "0.5*math + 0.5*code": 1.5 + 3 * 2.0}
-    with RewardPool(1, 1.5, code_limits=limits) as pool:
+    timeout_s = 1.5
+    longer = timeout_s + 3 * 2.0
+    expected = {"math": timeout_s, "instructions": timeout_s, "code": longer, "0.5*math + 0.5*code": longer}
+    with RewardPool(1, timeout_s=timeout_s, code_limits=limits) as pool:
         items = {kind: workers._Item(0, Scoring(kind, "", "", {})) for kind in expected}
         assert {kind: pool._limit_s([item]) for kind, item in items.items()} == expected
 
