@@ -5,7 +5,9 @@
 A wrong value raises ValueError before anything is loaded. The message names the setting and the remedy.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import plugins
 from data.prompts import check_data
@@ -94,129 +96,140 @@ def check_config(config: Config) -> None:
     fractions = config.algorithm.entropy_groups
     if not fractions or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
         raise ValueError(f"algorithm.entropy_groups: {list(fractions)} must be positive and sum to 1")
-    for contradictions in (
-        zero_variance_contradictions, reward_contradictions, loss_contradictions, rollout_contradictions,
-    ):  # fmt: skip
-        refuse_contradictions(config, contradictions(config))
+    contradictions = itertools.chain(
+        zero_variance_contradictions(config),
+        reward_contradictions(config),
+        loss_contradictions(config),
+        rollout_contradictions(config),
+        without_effect(config),
+        *(extra.contradictions(config) for extra in active(config)),
+    )
+    refuse_contradictions(config, contradictions)
     check_fp8(config.rollout)
-    refuse_contradictions(config, without_effect(config))
-    for extra in active(config):
-        refuse_contradictions(config, extra.contradictions(config))
     learning_rate(config.train, 0)  # raises if the schedule does not accept its arguments
     plugins.check_plugins(config)
 
 
-def zero_variance_contradictions(config: Config) -> dict[str, bool]:
+def zero_variance_contradictions(config: Config) -> Iterator[str]:
     """List contradictions in zero-variance elimination, for refuse_contradictions()."""
     zero = config.zero_variance
     explores_all = zero.explore_solved > 0 and zero.explore_unsolved > 0
     loses_prompts = zero.skip_rule == "expected" and not explores_all and zero.retest_steps == 0
-    return {
-        "{zero_variance.refill} needs {zero_variance.drop}": zero.refill and not zero.drop,
-        "{zero_variance.round_size} needs {zero_variance.refill}":
-            zero.round_size != "missing" and not zero.refill,
-        "{zero_variance.skip_rule} needs {zero_variance.history}":
-            zero.skip_rule != "expected" and not zero.history,
-        "{zero_variance.rl_zvp} reshapes the groups that {zero_variance.drop} removes: choose one":
-            zero.rl_zvp and zero.drop,
-        "{zero_variance.offline_scores} holds pass rates of single turns, but completions have turns with "
-        "data.tools or data.environment: set it to null":
-            config.has_turns and zero.offline_scores is not None,
-        "{zero_variance.explore_solved}, {zero_variance.explore_unsolved} and {zero_variance.retest_steps} "
-        "would skip some prompts for ever: set one of them above 0": zero.history and loses_prompts,
-        "{zero_variance.probe_size} must be below {rollout.group_size}":
-            zero.probe_size >= config.rollout.group_size,
-    }  # fmt: skip
+    if zero.refill and not zero.drop:
+        yield "{zero_variance.refill} needs {zero_variance.drop}"
+    if zero.round_size != "missing" and not zero.refill:
+        yield "{zero_variance.round_size} needs {zero_variance.refill}"
+    if zero.skip_rule != "expected" and not zero.history:
+        yield "{zero_variance.skip_rule} needs {zero_variance.history}"
+    if zero.rl_zvp and zero.drop:
+        yield "{zero_variance.rl_zvp} reshapes the groups that {zero_variance.drop} removes: choose one"
+    if config.has_turns and zero.offline_scores is not None:
+        yield (
+            "{zero_variance.offline_scores} holds pass rates of single turns, but completions have turns "
+            "with data.tools or data.environment: set it to null"
+        )
+    if zero.history and loses_prompts:
+        yield (
+            "{zero_variance.explore_solved}, {zero_variance.explore_unsolved} and "
+            "{zero_variance.retest_steps} would skip some prompts for ever: set one of them above 0"
+        )
+    if zero.probe_size >= config.rollout.group_size:
+        yield "{zero_variance.probe_size} must be below {rollout.group_size}"
 
 
-def reward_contradictions(config: Config) -> dict[str, bool]:
+def reward_contradictions(config: Config) -> Iterator[str]:
     """List contradictions in rewards and judges, for refuse_contradictions()."""
     rollout = config.rollout
     reward = config.reward
     is_scalar = reward.judge == "scalar"
     by_score = reward.judge_mode == "score"
-    return {
-        "{reward.overlong_buffer} must be at most {rollout.max_new_tokens}":
-            reward.overlong_buffer > rollout.max_new_tokens,
-        "{reward.code_memory_gib} must be at most {reward.memory_gib}, the limit of the whole worker":
-            reward.code_memory_gib > reward.memory_gib,
-        "{reward.judge} and {reward.judge_path}: set both or neither":
-            (reward.judge == "none") != (reward.judge_path is None),
-        "{reward.judge_mode} needs a judge, not {reward.judge}": reward.judge == "none" and not by_score,
-        "{reward.judge_margin} needs pairs and a scalar judge, not {reward.judge} and {reward.judge_mode}":
-            reward.judge_margin > 0 and (by_score or not is_scalar),
-        "{reward.judge} compares pairs only: choose another mode than {reward.judge_mode}":
-            reward.judge == "generative" and by_score,
-        "{reward.judge} in a folder is an engine of one rank, beside one of {rollout.tensor_parallel} ranks: "
-        "ask a server with a function, {reward.judge_path}":
-            reward.judge == "generative" and ":" not in (reward.judge_path or ":")
-            and rollout.tensor_parallel > 1,
-        "{reward.judge_template} is a question to a generative judge, not to {reward.judge}":
-            reward.judge_template is not None and reward.judge != "generative",
-        "{reward.judge_chat_template_args} are for the folder of a generative judge, not for {reward.judge}":
-            bool(reward.judge_chat_template_args) and reward.judge != "generative",
-        "{reward.judge_template} must have the places of prompt, first and second, each in braces":
-            reward.judge_template is not None and not has_places(reward.judge_template),
-    }  # fmt: skip
+    if reward.overlong_buffer > rollout.max_new_tokens:
+        yield "{reward.overlong_buffer} must be at most {rollout.max_new_tokens}"
+    if reward.code_memory_gib > reward.memory_gib:
+        yield "{reward.code_memory_gib} must be at most {reward.memory_gib}, the limit of the whole worker"
+    if (reward.judge == "none") != (reward.judge_path is None):
+        yield "{reward.judge} and {reward.judge_path}: set both or neither"
+    if reward.judge == "none" and not by_score:
+        yield "{reward.judge_mode} needs a judge, not {reward.judge}"
+    if reward.judge_margin > 0 and (by_score or not is_scalar):
+        yield (
+            "{reward.judge_margin} needs pairs and a scalar judge, not {reward.judge} and {reward.judge_mode}"
+        )
+    if reward.judge == "generative" and by_score:
+        yield "{reward.judge} compares pairs only: choose another mode than {reward.judge_mode}"
+    if reward.judge == "generative" and ":" not in (reward.judge_path or ":") and rollout.tensor_parallel > 1:
+        yield (
+            "{reward.judge} in a folder is an engine of one rank, beside one of {rollout.tensor_parallel} "
+            "ranks: ask a server with a function, {reward.judge_path}"
+        )
+    if reward.judge_template is not None and reward.judge != "generative":
+        yield "{reward.judge_template} is a question to a generative judge, not to {reward.judge}"
+    if reward.judge_chat_template_args and reward.judge != "generative":
+        yield (
+            "{reward.judge_chat_template_args} are for the folder of a generative judge, "
+            "not for {reward.judge}"
+        )
+    if reward.judge_template is not None and not has_places(reward.judge_template):
+        yield "{reward.judge_template} must have the places of prompt, first and second, each in braces"
 
 
-def loss_contradictions(config: Config) -> dict[str, bool]:
+def loss_contradictions(config: Config) -> Iterator[str]:
     """List contradictions among ratio, clips, corrections and hooks, for refuse_contradictions()."""
     algo = config.algorithm
     is_capped = algo.clip_mode in ("fixed", "entropy_adaptive")
-    return {
-        "{algorithm.clip_mode} clips each token before the mean: {algorithm.ratio_level} has no mean":
-            algo.clip_mode == "before_mean" and algo.ratio_level == "token",
-        "{algorithm.entropy_clip_form} has no effect with {algorithm.clip_mode}":
-            algo.entropy_clip_form != "token_group_mean" and algo.clip_mode != "entropy_adaptive",
-        "{algorithm.ratio_form} has no effect with {algorithm.ratio_level}":
-            algo.ratio_form != "geometric" and algo.ratio_level == "token",
-        "{algorithm.clip_cap} has no effect with {algorithm.clip_mode}":
-            algo.clip_cap is not None and not is_capped,
-        "{algorithm.clip_cap} must be above 1 + {algorithm.clip_eps_high}":
-            algo.clip_mode == "fixed" and (algo.clip_cap or math.inf) <= 1 + algo.clip_eps_high,
-        "{algorithm.gain} replaces {algorithm.clip_mode}: leave clip_mode at fixed":
-            algo.gain is not None and algo.clip_mode != "fixed",
-        "{algorithm.gain} replaces the clip of {algorithm.clip_cap}: pass a bound by gain_args":
-            algo.gain is not None and algo.clip_cap is not None,
-        "{algorithm.advantage} replaces {algorithm.adv_norm}: leave adv_norm at group_std":
-            algo.advantage is not None and algo.adv_norm != "group_std",
-        "{algorithm.advantage} replaces {algorithm.tie_band}: pass a band by advantage_args":
-            algo.advantage is not None and algo.tie_band > 0,
-        "{algorithm.old_policy} corrects the mismatch by the ratio, without {algorithm.rollout_correction}":
-            algo.old_policy == "rollout" and algo.rollout_correction != "none",
-        "{algorithm.old_policy} has no old-logprob pass whose routes {algorithm.router_replay} could replay":
-            algo.old_policy == "rollout" and algo.router_replay == "r2",
-        "{algorithm.rollout_correction_floor} has no effect with {algorithm.rollout_correction}":
-            algo.rollout_correction_floor > 0 and algo.rollout_correction == "none",
-        "{algorithm.rollout_correction_floor} must be below {algorithm.rollout_correction_cap}":
-            algo.rollout_correction_floor >= algo.rollout_correction_cap,
-        **{
-            f"{{algorithm.{hook}_args}} has no effect without algorithm.{hook}":
-                len(getattr(algo, f"{hook}_args")) > 0 and getattr(algo, hook) is None
-            for hook in HOOKS
-        },
-    }  # fmt: skip
+    if algo.clip_mode == "before_mean" and algo.ratio_level == "token":
+        yield "{algorithm.clip_mode} clips each token before the mean: {algorithm.ratio_level} has no mean"
+    if algo.entropy_clip_form != "token_group_mean" and algo.clip_mode != "entropy_adaptive":
+        yield "{algorithm.entropy_clip_form} has no effect with {algorithm.clip_mode}"
+    if algo.ratio_form != "geometric" and algo.ratio_level == "token":
+        yield "{algorithm.ratio_form} has no effect with {algorithm.ratio_level}"
+    if algo.clip_cap is not None and not is_capped:
+        yield "{algorithm.clip_cap} has no effect with {algorithm.clip_mode}"
+    if algo.clip_mode == "fixed" and (algo.clip_cap or math.inf) <= 1 + algo.clip_eps_high:
+        yield "{algorithm.clip_cap} must be above 1 + {algorithm.clip_eps_high}"
+    if algo.gain is not None and algo.clip_mode != "fixed":
+        yield "{algorithm.gain} replaces {algorithm.clip_mode}: leave clip_mode at fixed"
+    if algo.gain is not None and algo.clip_cap is not None:
+        yield "{algorithm.gain} replaces the clip of {algorithm.clip_cap}: pass a bound by gain_args"
+    if algo.advantage is not None and algo.adv_norm != "group_std":
+        yield "{algorithm.advantage} replaces {algorithm.adv_norm}: leave adv_norm at group_std"
+    if algo.advantage is not None and algo.tie_band > 0:
+        yield "{algorithm.advantage} replaces {algorithm.tie_band}: pass a band by advantage_args"
+    if algo.old_policy == "rollout" and algo.rollout_correction != "none":
+        yield (
+            "{algorithm.old_policy} corrects the mismatch by the ratio, "
+            "without {algorithm.rollout_correction}"
+        )
+    if algo.old_policy == "rollout" and algo.router_replay == "r2":
+        yield (
+            "{algorithm.old_policy} has no old-logprob pass whose routes "
+            "{algorithm.router_replay} could replay"
+        )
+    if algo.rollout_correction_floor > 0 and algo.rollout_correction == "none":
+        yield "{algorithm.rollout_correction_floor} has no effect with {algorithm.rollout_correction}"
+    if algo.rollout_correction_floor >= algo.rollout_correction_cap:
+        yield "{algorithm.rollout_correction_floor} must be below {algorithm.rollout_correction_cap}"
+    for hook in HOOKS:
+        if getattr(algo, f"{hook}_args") and getattr(algo, hook) is None:
+            yield f"{{algorithm.{hook}_args}} has no effect without algorithm.{hook}"
 
 
-def rollout_contradictions(config: Config) -> dict[str, bool]:
+def rollout_contradictions(config: Config) -> Iterator[str]:
     """List contradictions in the optimizer and the rollout, for refuse_contradictions()."""
     train = config.train
     rollout = config.rollout
-    return {
-        "{train.minibatches_per_step} must divide {rollout.prompts_per_step}":
-            rollout.prompts_per_step % train.minibatches_per_step != 0,
-        "{train.offload_optimizer} needs stage 2, not {train.zero_stage}: at 1 gradients stay on the GPU":
-            train.offload_optimizer and train.zero_stage == 1,
-        "{train.lr_schedule_args} belong to another schedule than {train.lr_schedule}, which takes none":
-            len(train.lr_schedule_args) > 0 and train.lr_schedule == "constant_with_warmup",
-        "{algorithm.router_replay} needs routes, not {rollout.capture_routes}":
-            config.algorithm.router_replay == "r3" and rollout.capture_routes == "off",
-        "{rollout.max_turns} needs tools or an environment: {data.tools}, {data.environment}":
-            rollout.max_turns != type(rollout)().max_turns and not config.has_turns,
-        "{rollout.expert_parallel} needs an engine of several ranks, more than {rollout.tensor_parallel}":
-            rollout.expert_parallel and rollout.tensor_parallel == 1,
-    }  # fmt: skip
+    if rollout.prompts_per_step % train.minibatches_per_step != 0:
+        yield "{train.minibatches_per_step} must divide {rollout.prompts_per_step}"
+    if train.offload_optimizer and train.zero_stage == 1:
+        yield "{train.offload_optimizer} needs stage 2, not {train.zero_stage}: 1 keeps gradients on the GPU"
+    if train.lr_schedule_args and train.lr_schedule == "constant_with_warmup":
+        yield "{train.lr_schedule_args} belong to another schedule than {train.lr_schedule}, which takes none"
+    if config.algorithm.router_replay == "r3" and rollout.capture_routes == "off":
+        yield "{algorithm.router_replay} needs routes, not {rollout.capture_routes}"
+    if rollout.max_turns != type(rollout)().max_turns and not config.has_turns:
+        yield "{rollout.max_turns} needs tools or an environment: {data.tools}, {data.environment}"
+    if rollout.expert_parallel and rollout.tensor_parallel == 1:
+        yield "{rollout.expert_parallel} needs several ranks per engine, more than {rollout.tensor_parallel}"
 
 
 def config_warnings(config: Config) -> list[str]:
@@ -225,25 +238,24 @@ def config_warnings(config: Config) -> list[str]:
     return [*loss_warnings(config), *elimination_warnings(config), *timeout_warnings(config), *of_extras]
 
 
-def loss_warnings(config: Config) -> list[str]:
+def loss_warnings(config: Config) -> Iterator[str]:
     """List unusual combinations of ratio, clip and correction."""
     algo = config.algorithm
-    warnings = []
     has_built_in_clip = algo.gain is None
     is_wide = algo.clip_mode == "fixed" and algo.clip_eps_high >= 0.1
     if has_built_in_clip and algo.ratio_level != "token" and is_wide:
-        warnings.append(
+        yield (
             f"algorithm.clip_eps_high {algo.clip_eps_high} is wide for algorithm.ratio_level "
             f"{algo.ratio_level!r}: GSPO uses 3e-4 and 4e-4"
         )
     if algo.loss_agg == "token_group_mean" and algo.ratio_level != "entropy_group":
-        warnings.append(
+        yield (
             f"algorithm.loss_agg 'token_group_mean' without entropy groups (algorithm.ratio_level "
             f"{algo.ratio_level!r}) is the mean over tokens"
         )
     num_updates = config.train.num_updates
     if algo.router_replay == "r2" and num_updates == 1:
-        warnings.append(
+        yield (
             "algorithm.router_replay 'r2' with train.minibatches_per_step 1 changes nothing: the only update "
             "uses the routes of the old policy anyway"
         )
@@ -251,40 +263,38 @@ def loss_warnings(config: Config) -> list[str]:
     sources = [extra.name for extra in active(config) if extra.replaces_advantages]
     sources += ["zero_variance.rl_zvp"] if config.zero_variance.rl_zvp else []
     if is_shared and sources:
-        warnings.append(
+        yield (
             f"algorithm.ratio_form 'geometric' at algorithm.ratio_level {algo.ratio_level!r} averages the "
             f"advantages of the tokens of a ratio, but {sources[0]} has an advantage for each token: take "
             "algorithm.ratio_form stop_gradient to keep them"
         )
     if is_shared and (algo.select is not None or algo.rollout_correction == "token_mask"):
-        warnings.append(
+        yield (
             f"algorithm.ratio_form 'geometric' at algorithm.ratio_level {algo.ratio_level!r} spreads the "
             "gradient over all tokens of a ratio, also over tokens without policy loss (algorithm.select, "
             "token_mask): take algorithm.ratio_form stop_gradient to exclude them"
         )
     has_own_clip = algo.ratio_level != "token" or algo.clip_mode not in ("fixed", "none")
     if has_built_in_clip and has_own_clip and num_updates == 1 and algo.old_policy == "trainer":
-        warnings.append(
+        yield (
             f"algorithm.ratio_level {algo.ratio_level!r}, algorithm.clip_mode {algo.clip_mode!r}: no clip "
             "acts at train.minibatches_per_step 1, because every ratio of the only update is 1; GSPO takes 4"
         )
     if algo.rollout_correction == "geometric_mask" and algo.rollout_correction_cap >= 2:
-        warnings.append(
+        yield (
             "algorithm.rollout_correction 'geometric_mask' with algorithm.rollout_correction_cap "
             f"{algo.rollout_correction_cap:g} masks hardly anything: the mean is per token, "
             "experiments/methods/mask_geometric.yaml takes 0.98 and 1.02"
         )
-    return warnings
 
 
-def elimination_warnings(config: Config) -> list[str]:
+def elimination_warnings(config: Config) -> Iterator[str]:
     """List unusual combinations of zero-variance elimination with a judge and small groups."""
     zero = config.zero_variance
-    warnings = []
     by_record = [name for name in ("history", "offline_scores", "probe_size") if getattr(zero, name)]
     by_scores = by_record + [name for name in ("rl_zvp", "drop") if getattr(zero, name)]
     if config.reward.judge != "none" and by_scores:
-        warnings.append(
+        yield (
             f"reward.judge with zero_variance.{', '.join(by_scores)}: the verifier's scores alone decide "
             "whether a group has variance, so differences that only the judge sees do not count"
         )
@@ -292,8 +302,7 @@ def elimination_warnings(config: Config) -> list[str]:
         e.needs_baseline(config) for e in active(config)
     )
     if config.rollout.group_size == 1 and needs_baseline:
-        warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
-    return warnings
+        yield "rollout.group_size 1: a group of one has no baseline, all advantages are 0"
 
 
 def timeout_warnings(config: Config) -> list[str]:

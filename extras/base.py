@@ -82,9 +82,9 @@ class Extra:
     num_passes = 0  # forward passes of a step beside old policy and reference, at most
 
     # ---- settings and plan ----
-    def contradictions(self, config) -> dict[str, bool]:
-        """List contradictions with other settings, for refuse_contradictions()."""
-        return {}
+    def contradictions(self, config) -> Iterable[str]:
+        """Yield messages about contradictions with other settings, for refuse_contradictions()."""
+        return ()
 
     def check_stages(self, configs: list) -> None:
         """Raise ValueError if the settings of the stages contradict each other."""

@@ -101,22 +101,35 @@ class Centering(Extra):
         """Centering needs the weight of every token, also of those not sampled."""
         algo = config.algorithm
         per_completion = ("sequence_tis", "sequence_mask", "geometric_mask")
-        return {
-            "{centering.enabled} is not implemented for inserted tokens of {data.tools}: leave one out":
-                bool(config.data.tools),
-            "{centering.enabled} is not implemented for inserted tokens of {data.environment}: leave one out":
-                config.data.environment is not None,
-            "{centering.enabled} needs the weight of every token, also of those not sampled, and "
-            "{algorithm.gain} hides it: leave one of them out": algo.gain is not None,
-            "{centering.enabled} centers a weight of log pi, not the min of {algorithm.clip_mode}: set "
-            "clip_mode to none or weight": algo.clip_mode not in ("none", "weight"),
-            "{centering.enabled} needs a ratio per token, not per {algorithm.ratio_level}":
-                algo.ratio_level != "token",
-            "{centering.enabled} needs a weight per token; {algorithm.rollout_correction} has one per "
-            "completion: set it to none, token_tis or token_mask": algo.rollout_correction in per_completion,
-            "{centering.enabled} needs the engine's most likely tokens, not {centering.topk}: set it to 128, "
-            "or to the size of a small vocabulary": config.centering.topk == 0,
-        }  # fmt: skip
+        if bool(config.data.tools):
+            yield "{centering.enabled} is not implemented for inserted tokens of {data.tools}: leave one out"
+        if config.data.environment is not None:
+            yield (
+                "{centering.enabled} is not implemented for inserted tokens of {data.environment}: leave one "
+                "out"
+            )
+        if algo.gain is not None:
+            yield (
+                "{centering.enabled} needs the weight of every token, also of those not sampled, and "
+                "{algorithm.gain} hides it: leave one of them out"
+            )
+        if algo.clip_mode not in ("none", "weight"):
+            yield (
+                "{centering.enabled} centers a weight of log pi, not the min of {algorithm.clip_mode}: set "
+                "clip_mode to none or weight"
+            )
+        if algo.ratio_level != "token":
+            yield "{centering.enabled} needs a ratio per token, not per {algorithm.ratio_level}"
+        if algo.rollout_correction in per_completion:
+            yield (
+                "{centering.enabled} needs a weight per token; {algorithm.rollout_correction} has one per "
+                "completion: set it to none, token_tis or token_mask"
+            )
+        if config.centering.topk == 0:
+            yield (
+                "{centering.enabled} needs the engine's most likely tokens, not {centering.topk}: set it to "
+                "128, or to the size of a small vocabulary"
+            )
 
     def memory(self, config, hf_config, tokens):
         """Return the bytes that centering adds to the backward pass of a micro-batch.

@@ -2,6 +2,7 @@
 also if it is off and its file is not imported.
 """
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from runtime.config import Section, setting
@@ -69,14 +70,12 @@ class CenteringSettings(Section):
         return self.enabled
 
 
-def without_effect(config) -> dict[str, bool]:
+def without_effect(config) -> Iterator[str]:
     """List settings that change nothing while their extra is off, for refuse_contradictions()."""
     defaults = TeacherSettings()
-    return {
-        f"{{teacher.{name}}} has no effect without {{teacher.path}}": not config.teacher.is_on
-        and getattr(config.teacher, name) != getattr(defaults, name)
-        for name in ("groups", "coef", "scores", "token_cost")
-    }
+    for name in ("groups", "coef", "scores", "token_cost"):
+        if not config.teacher.is_on and getattr(config.teacher, name) != getattr(defaults, name):
+            yield f"{{teacher.{name}}} has no effect without {{teacher.path}}"
 
 
 # {name of an extra, which is that of its section and of its file: class of the section}

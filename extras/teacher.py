@@ -167,13 +167,15 @@ class TeacherExtra(Extra):
         """A teacher needs groups that are kept, and pass rates of single turns."""
         zero = config.zero_variance
         teacher = config.teacher
-        return {
-            "{teacher.path} teaches groups that {zero_variance.drop} removes: choose one": zero.drop,
-            "{teacher.groups} leaves no group to {zero_variance.rl_zvp}: set it to all_wrong":
-                zero.rl_zvp and teacher.groups != "all_wrong",
-            "{teacher.scores} holds pass rates of single turns, but completions have turns with data.tools "
-            "or data.environment: set it to null": config.has_turns and teacher.scores is not None,
-        }  # fmt: skip
+        if zero.drop:
+            yield "{teacher.path} teaches groups that {zero_variance.drop} removes: choose one"
+        if zero.rl_zvp and teacher.groups != "all_wrong":
+            yield "{teacher.groups} leaves no group to {zero_variance.rl_zvp}: set it to all_wrong"
+        if config.has_turns and teacher.scores is not None:
+            yield (
+                "{teacher.scores} holds pass rates of single turns, but completions have turns with "
+                "data.tools or data.environment: set it to null"
+            )
 
     def check_stages(self, configs):
         """A run has one teacher."""

@@ -17,7 +17,7 @@ import operator
 import os
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -402,19 +402,18 @@ def wrong_settings(error: ValidationError) -> list[tuple[str, dict]]:
     return wrong
 
 
-def refuse_contradictions(config: BaseModel, contradictions: dict[str, bool]) -> None:
-    """Raise ValueError for the first contradiction between settings.
+def refuse_contradictions(config: BaseModel, messages: Iterable[str]) -> None:
+    """Raise ValueError for the first message about settings that contradict each other, if there is one.
 
-    contradictions: {message: whether the settings contradict}. In a message, {section.key} is replaced by the
-    name and the value, for example "{model.ep_size} is too large" by "model.ep_size 8 is too large".
+    In a message, {section.key} is replaced by the name and the value, for example "{model.ep_size} is too
+    large" by "model.ep_size 8 is too large".
     """
 
     def name_and_value(match: re.Match) -> str:
         return f"{match[1]} {operator.attrgetter(match[1])(config)!r}"
 
-    for message, is_contradiction in contradictions.items():
-        if is_contradiction:
-            raise ValueError(re.sub(r"\{(.+?)\}", name_and_value, message))
+    for message in messages:
+        raise ValueError(re.sub(r"\{(.+?)\}", name_and_value, message))
 
 
 # ------------------------------------------------------------------------------------------------------------

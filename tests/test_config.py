@@ -1,9 +1,12 @@
 """Settings: their sources (defaults, YAML files, command line), and the refusal of wrong ones."""
 
+import ast
 import contextlib
+import inspect
 import itertools
 import re
 import shlex
+import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -24,6 +27,7 @@ import train_rl
 from configure import config_warnings
 from data import tiny
 from data.prompts import PromptSource
+from extras import base as extras
 from runtime.config import (
     complete,
     differences,
@@ -483,20 +487,36 @@ def test_contradictory_settings_are_refused_with_both_names(settings, first, sec
     assert first in message and second in message
 
 
-def test_every_contradiction_is_refused_by_some_case(monkeypatch):
-    raised = set()
-    listed = set()
+def yields_of(function) -> set[tuple[str, int]]:
+    """Return (function, line) of every yield of a function."""
+    lines, first = inspect.getsourcelines(function)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    numbers = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Yield)]
+    return {(function.__qualname__, first + number - 1) for number in numbers}
 
-    def note(config, contradictions):
-        listed.update(contradictions)
-        raised.update(message for message, refused in contradictions.items() if refused)
+
+def test_every_contradiction_is_refused_by_some_case(monkeypatch):
+    """The cases reach each `yield` of a message."""
+    functions = {
+        configure.zero_variance_contradictions, configure.reward_contradictions,
+        configure.loss_contradictions, configure.rollout_contradictions, configure.without_effect,
+        *(extras.load(name).contradictions for name in extras.SECTIONS),
+    }  # fmt: skip
+    reached = set()
+
+    def note(config, messages):
+        active = {extra.contradictions for extra in extras.active(config)}
+        for function in functions:
+            if not inspect.ismethod(function) or function in active:
+                generator = function(config)
+                reached.update((generator.__qualname__, generator.gi_frame.f_lineno) for _ in generator)
 
     monkeypatch.setattr(configure, "refuse_contradictions", note)
     monkeypatch.setattr(configure, "check_fp8", lambda settings: None)
     monkeypatch.setattr(plugins, "check_plugins", lambda config: None)
     for settings, _, _ in REFUSED:
         load(*settings.split())
-    assert raised == listed
+    assert reached == set().union(*map(yields_of, functions))
 
 
 def test_the_refused_settings_are_legitimate_alone():
