@@ -636,8 +636,8 @@ def announce(
         "starting vLLM and DeepSpeed"
     )
     if memory_line is not None:
-        tokens = max(stage.train.tokens_per_forward(on_gpu=False) for stage in configs)
-        say(f"{memory_line}; micro-batches of {tokens:,} tokens")
+        most_tokens = max(stage.train.tokens_per_forward(on_gpu=False) for stage in configs)
+        say(f"{memory_line}; micro-batches of {most_tokens:,} tokens")
 
 
 def check_trackers(config: Config) -> None:

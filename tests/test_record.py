@@ -164,7 +164,7 @@ BROKEN = [
             {"eval": {"every": 1}},
             {"eval": {"max_new_tokens": 5}},
             {"rollout": {"temperature": 0.2}},
-            {"zero_variance": {"teacher": "x"}},
+            {"teacher": {"path": "x"}},
             {"until": {"metric": "eval/additions/avg_at_8", "accuracy": 0.7}},
         )
     ),
