@@ -1,13 +1,12 @@
 """Make the built-in tasks: a character tokenizer, prompts, and a tiny Qwen3-MoE with a warm start.
 
-    python -m data.tiny                   # makes data/built/tiny/{model,train.jsonl,test.jsonl}
-    python -m data.tiny --recipe habits   # makes data/built/habits/..., for the ablation table
-    python -m data.tiny --recipe deep     # makes data/built/deep/..., for router replay
-    python -m data.tiny --recipe chains   # makes data/built/chains/..., for long chains of thought
-    python -m data.tiny --recipe chains_3 # makes data/built/chains_3/..., the same with seed 3
-    python -m data.tiny --recipe chains_3 --model experiments/starts/chains_3     # with a committed model
+    python -m data.tiny --recipe deep     # makes data/built/deep/{model,train.jsonl,test.jsonl}
+    python -m data.tiny --recipe chains_3 --model experiments/starts/chains_3     # with a kept model
+    python -m data.tiny --recipe chains --output data/built/mine      # a new warm start for long chains
 
-A folder that is up to date is not rebuilt. Prompts are the same on every machine, warm starts are not.
+A folder that is up to date is not rebuilt. Prompts are the same on every machine, warm starts are not: so a
+recipe whose start is kept (experiments/starts.py) is trained anew only in another folder than its own, and
+`bash experiments/prepare.sh habits chains_3` builds folders with the kept models.
 
 Task. Additions, for example "21   +43   =" -> "640" (12 + 34 = 046). Both numbers have the same number of
 digits, from 1 to 5, which is the difficulty. The least significant digit comes first, so that a carry is
@@ -66,6 +65,7 @@ import verifiers.chain
 from data.chains import Chains, corpus_batch, sample_sets
 
 OUTPUT = Path("data/built")
+STARTS = Path("experiments/starts")
 
 
 @dataclass(frozen=True)
@@ -420,6 +420,16 @@ def write_task(recipe: Recipe, folder: Path, model: Path | None) -> dict:
     return {"recipe": asdict(recipe), "loss": loss, **sizes}
 
 
+def check_start(name: str) -> None:
+    """Raise ValueError if the start of a recipe is kept, because a new one would have other weights."""
+    if (STARTS / name / "start.json").is_file():
+        raise ValueError(
+            f"the start {name} is kept, and a new one would have other weights: `python -m "
+            f"experiments.starts get {name}` brings it, and `bash experiments/prepare.sh {name}` builds "
+            f"{OUTPUT / name} with it; --output FOLDER trains a new one"
+        )
+
+
 def main() -> None:
     """Read the command line, build the folder of a recipe, and print a summary."""
     parser = argparse.ArgumentParser(
@@ -438,6 +448,8 @@ def main() -> None:
     output = args.output or OUTPUT / args.recipe
     try:
         recipe = replace(recipe_of(args.recipe), **overrides)
+        if not (args.model or args.output or overrides):
+            check_start(args.recipe)
         start = time.perf_counter()
         is_new = build(recipe, output, args.model)
     except ValueError as error:

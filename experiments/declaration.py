@@ -31,12 +31,12 @@ import contextlib
 import functools
 import json
 import re
-import subprocess
 from hashlib import sha256
 from pathlib import Path
 
 import yaml
 
+from experiments.history import descends, git, is_complete, is_known
 from runtime.config import flat_settings, read_config
 from runtime.old_settings import with_present_names
 from settings import Config
@@ -76,26 +76,6 @@ def is_list_of(values: object, kind: type, length: int | None = None) -> bool:
 def digest_of(declared: dict) -> str:
     """Return the first 12 digits of the SHA-256 of a declaration's values, whatever its layout is."""
     return sha256(json.dumps(declared, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def git(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    """Run git in a folder."""
-    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
-
-
-def is_known(commit: str, folder: Path) -> bool:
-    """Tell whether the repository of a folder has a commit."""
-    return git(folder, "cat-file", "-e", f"{commit}^{{commit}}").returncode == 0
-
-
-def is_complete(folder: Path) -> bool:
-    """Tell whether the repository has all ancestors of its commits; a shallow clone has not."""
-    return git(folder, "rev-parse", "--is-shallow-repository").stdout.strip() == "false"
-
-
-def descends(commit: str, ancestor: str, folder: Path) -> bool:
-    """Tell whether a commit is another one or descends from it."""
-    return git(folder, "merge-base", "--is-ancestor", ancestor, commit).returncode == 0
 
 
 @functools.cache

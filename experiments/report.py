@@ -1,11 +1,10 @@
 """Make the table of a set of runs, keep the runs in a record file, and check the tables of the docs.
 
-    python experiments/report.py --runs runs/zero_variance --parent grpo
-    python experiments/report.py --runs runs/zero_variance --parent grpo --json table.json --plot curves.png
-    python experiments/report.py --runs runs/zero_variance --parent grpo --parents a=gspo --columns row p
-    python experiments/report.py --runs runs/zero_variance --parent grpo --export runs.jsonl
-    python experiments/report.py --runs experiments/studies/zero_variance/runs.jsonl --parent grpo \\
-        --rows grpo gspo
+    python experiments/report.py --runs runs/mine --parent grpo
+    python experiments/report.py --runs runs/mine --parent grpo --json table.json --plot curves.png
+    python experiments/report.py --runs runs/mine --parent grpo --parents a=gspo --columns row p
+    python experiments/report.py --runs runs/mine --parent grpo --export runs.jsonl
+    python experiments/report.py --runs experiments/studies/elimination_tuned/runs.jsonl --parent grpo
     python experiments/report.py --runs runs/group_size --parent group_8 \\
         --against rollout.group_size zero_variance_frac share.png    # a metric against a setting of the rows
     python experiments/report.py --runs runs/long_chains --parent grpo --metric chains/avg_at_4 \\
@@ -113,7 +112,8 @@ table. Paths in the comment are relative to the document.
 --check reads all *.md files that git tracks or would add. A study with a declared.json must have declared its
 runs before they were made (experiments/declaration.py), with the settings that its tuning chose
 (experiments/tuning.py). If a *.jsonl lies beside a document, each table of the document needs a comment.
-Exit codes: 0 if every figure agrees, 1 if a figure differs, 2 for invalid options.
+Exit codes: 0 if every figure agrees, 1 if a figure differs, 2 for invalid options, 3 if every figure agrees
+in a shallow clone, which lacks the commits of runs: then declarations and small records are not checked.
 """
 
 import argparse
@@ -141,7 +141,9 @@ from scipy import optimize, stats
 
 from experiments.bench.common import pyplot, read_results
 from experiments.declaration import check_study
+from experiments.history import is_complete
 from experiments.notes import Shown, notes_of
+from experiments.records import check_records
 from experiments.starts import all_problems
 from experiments.tuning import check_tuning
 from runtime.config import flat_settings, with_paths
@@ -279,8 +281,7 @@ def read_metrics(file: Path, metric: str) -> dict[str, dict[str, list]]:
 
 def check_curves(record: dict, place: str) -> None:
     """Check the columns of a record: equal lengths, finite numbers, steps in order; else ValueError."""
-    for kind, keys in (("steps", STEP_KEYS), ("evaluations", ())):
-        required = ("step", "generated_tokens", *keys)
+    for kind, required in (("steps", ("step",)), ("evaluations", ("step", "generated_tokens"))):
         columns = record.get(kind)
         if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
             raise ValueError(f"{place}: {kind} must be an object of lists, {{metric: [values]}}")
@@ -293,7 +294,7 @@ def check_curves(record: dict, place: str) -> None:
                     f"{place}: {kind}.{name} has {len(column)} values, {kind}.step has {len(columns['step'])}"
                 )
             for value in column:
-                if value is not None or name in required:
+                if value is not None or name in (*required, *STEP_KEYS):
                     check_number(value, f"{kind}.{name}", place)
         check_order(kind, columns, place)
 
@@ -302,7 +303,8 @@ def check_order(kind: str, columns: dict[str, list], place: str) -> None:
     """Raise ValueError if steps or generated tokens decrease, or if a training step is missing."""
     last_step = 0 if kind == "steps" else -1
     last_tokens = 0
-    for step, tokens in zip(columns.get("step", ()), columns.get("generated_tokens", ())):
+    steps = columns.get("step", ())
+    for step, tokens in zip(steps, columns.get("generated_tokens", [0] * len(steps))):
         skips = kind == "steps" and step != last_step + 1
         if skips or step <= last_step or tokens < last_tokens:
             raise ValueError(
@@ -346,7 +348,8 @@ def make_run(record: dict, place: str, folder: Path | None, metric: str) -> Run:
     check_curves(record, place)
     columns = record["steps"].items()
     steps = {name: np.array(column, dtype=float) for name, column in columns}  # None becomes NaN
-    elapsed = np.concatenate([[0.0], np.cumsum(steps["seconds_per_step"])])  # [steps + 1]
+    unknown = np.full(len(steps["step"]), np.nan)  # in place of a column that a small record lacks
+    elapsed = np.concatenate([[0.0], np.cumsum(steps.get("seconds_per_step", unknown))])  # [steps + 1]
     try:
         if metric.startswith(TRAINING):
             tokens, seconds, values = training_curve(steps, elapsed, metric.removeprefix(TRAINING))
@@ -465,8 +468,18 @@ def read_records(file: Path, names: list[str] | None, metric: str) -> tuple[list
             raise ValueError(f"{place}: expected a row and a seed; --export writes record files")
         row_names.add(record["row"])
         if names is None or record["row"] in names:
-            runs.append(make_run(record, place, None, metric))
+            runs.append(make_run(with_steps(record), place, None, metric))
     return runs, row_names
+
+
+def with_steps(record: dict) -> dict:
+    """Return a record with the numbers of its steps, which a small record lacks (experiments/records.py)."""
+    steps = record.get("steps")
+    if not isinstance(steps, dict) or "step" in steps:
+        return record
+    lengths = [len(column) for column in steps.values() if isinstance(column, list)]
+    last = max(lengths) if lengths else max(record["evaluations"]["step"], default=0)
+    return record | {"steps": {"step": list(range(1, last + 1))} | steps}
 
 
 def read_rows(
@@ -866,12 +879,29 @@ def statistic(runs: list[Run], column: str) -> float | None:
     return float(np.mean([curve.mean() for curve in curves]))
 
 
+def gradient_token_share(runs: list[Run]) -> float | None:
+    """Return the share of the tokens with gradient, mean over runs; None if a record lacks the numbers."""
+    sums = [[run.steps[f"{name}tokens_total"].sum() for name in ("gradient_", "")] for run in runs
+            if {"gradient_tokens_total", "tokens_total"} <= run.steps.keys()]  # fmt: skip
+    return (
+        float(np.mean([gradient / tokens for gradient, tokens in sums])) if len(sums) == len(runs) else None
+    )
+
+
+def unknown_seconds(runs: list[Run]) -> bool:
+    """Tell whether a record of a row lacks the seconds of its steps."""
+    return bool(np.isnan([run.seconds[-1] for run in runs]).any())
+
+
 def crossings_of(runs: list[Run], goal: float) -> dict[str, float | None]:
     """Return tokens_to_target and seconds_to_target of a row; None if the goal is not reached."""
     crossings = {}
     for over in ("tokens", "seconds"):
+        if not is_curve(runs) or (over == "seconds" and unknown_seconds(runs)):
+            crossings[f"{over}_to_target"] = None
+            continue
         grid, values = curve_of(runs, over)
-        reached = first_crossing(goal, grid, values.mean(axis=0)) if is_curve(runs) else None
+        reached = first_crossing(goal, grid, values.mean(axis=0))
         crossings[f"{over}_to_target"] = reached
     return crossings
 
@@ -903,7 +933,6 @@ def make_table(
         goal = float(final[parent].mean()) if target is None else target
         are_curves = parent != name and is_curve(runs + rows[parent])
         speedups = speedups_of(runs, rows[parent], target, block) if are_curves else {}
-        shares = [r.steps["gradient_tokens_total"].sum() / r.steps["tokens_total"].sum() for r in runs]
         table.append(
             {
                 "row": name,
@@ -918,9 +947,9 @@ def make_table(
                 **dict.fromkeys(SPEEDUPS),
                 **speedups,
                 "offline_tokens": mean_offline_tokens(runs),
-                "gradient_token_share": float(np.mean(shares)),
+                "gradient_token_share": gradient_token_share(runs),
                 "inversion_rate": statistic(runs, inverted),
-                "seconds": float(np.mean([run.seconds[-1] for run in runs])),
+                "seconds": None if unknown_seconds(runs) else float(np.mean([r.seconds[-1] for r in runs])),
                 "times_faster": [] if parent == name else seconds_ratios(runs, rows[parent]),
                 "mean_at_equal_tokens": float(
                     np.mean([np.interp(equal_tokens, run.tokens, run.values) for run in runs])
@@ -1003,12 +1032,12 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cel
     "tokens_to_target": ("tokens to target", lambda row: show_reached(row, "tokens")),
     "speedup": ("times fewer tokens", show_speedup),
     "at_equal_tokens": ("at {equal_tokens:,} tokens", lambda row: f"{row['mean_at_equal_tokens']:.4f}"),
-    "gradient_tokens": ("gradient tokens", lambda row: f"{row['gradient_token_share']:.3f}"),
+    "gradient_tokens": ("gradient tokens", lambda row: show(row["gradient_token_share"], ".3f")),
     "inverted": (
         "inverted",
         lambda row: show(row["inversion_rate"], ".3f") + show_runs_with(row, f"mean:{INVERSION}"),
     ),
-    "seconds": ("seconds", lambda row: f"{row['seconds']:.1f}"),
+    "seconds": ("seconds", lambda row: show(row["seconds"], ".1f")),
     "parent": ("parent", lambda row: row["parent"]),
     "seconds_to_target": ("seconds to target", lambda row: show_reached(row, "seconds")),
     "times_faster": ("times faster", lambda row: show_ratios(row["times_faster"])),
@@ -1034,8 +1063,22 @@ COMPARING = (  # columns that compare the metric of a row with its parent's
 )  # fmt: skip
 
 
+NEEDED = {  # training metrics behind columns, which a small record may lack
+    "gradient_tokens": ("gradient_tokens_total", "tokens_total"),
+    "seconds": ("seconds_per_step",), "seconds_to_target": ("seconds_per_step",),
+    "times_faster": ("seconds_per_step",),
+}  # fmt: skip
+
+
 def check_columns(columns: tuple[str, ...], rows: dict[str, list[Run]]) -> None:
     """Raise ValueError for an unknown column, or for a metric that no run has."""
+    lacking = {name for runs in rows.values() for run in runs for column in columns
+               for name in NEEDED.get(column, ()) if name not in run.steps}  # fmt: skip
+    if lacking:
+        raise ValueError(
+            f"--columns: a record lacks {', '.join(sorted(lacking))}; choose other columns, or bring the "
+            "whole record by `python -m experiments.records get STUDY`"
+        )
     metrics = sorted({name for runs in rows.values() for run in runs for name in run.steps})
     for column in columns:
         kind, colon, metric = column.partition(":")
@@ -1106,7 +1149,8 @@ def smoothed(steps: dict[str, np.ndarray], metric: str) -> tuple[np.ndarray, np.
     """Return tokens and the mean of a metric over the latest steps, for the steps that have the metric."""
     is_present = ~np.isnan(steps[metric])
     values = steps[metric][is_present]
-    return steps["generated_tokens"][is_present], moving_sum(values) / moving_sum(np.ones(len(values)))
+    tokens = steps.get("generated_tokens", np.full(len(is_present), np.nan))
+    return tokens[is_present], moving_sum(values) / moving_sum(np.ones(len(values)))
 
 
 def draw(axes, curves: list[tuple[np.ndarray, np.ndarray]], blocks: list[int], label: str, **style) -> None:
@@ -1497,7 +1541,7 @@ def check_documents(root: Path, fix: bool) -> int:
     problems = [
         f"{folder}/declared.json: {text}"
         for folder in folders
-        for text in (*check_study(folder), *check_tuning(folder))
+        for text in (*check_study(folder), *check_tuning(folder), *check_records(folder))
     ]
     problems += all_problems(root / "experiments" / "starts")
     for name in documents:
@@ -1519,6 +1563,9 @@ def check_documents(root: Path, fix: bool) -> int:
     print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
     verdict = f"problems: {len(problems)}" if problems else "all agree with their records"
     print(f"{num_figures:,} figures of {num_tables} tables checked; {verdict}")
+    if not is_complete(root):
+        print("history incomplete: declarations not checked")
+        return 1 if problems else 3
     return 1 if problems else 0
 
 

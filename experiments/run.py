@@ -1,10 +1,10 @@
 """Run every row of a table with every seed, one run of train_rl.py each; or reproduce one row of a study.
 
-    python experiments/run.py --rows experiments/studies/zero_variance/*.yaml --seeds 0 1 2 3 4 --out runs/all
+    python experiments/run.py --rows experiments/studies/tools/*.yaml --seeds 0 1 2 3 4 --out runs/all
     python experiments/run.py --rows ROW.yaml --seeds 0 --out runs/try --jobs 2 --ranks 2 eval.every=5
     python experiments/run.py ... --script mine.py    run a changed copy of train_rl.py
     python experiments/run.py ... --dry-run           print the commands of unfinished runs
-    python experiments/run.py --row zero_variance/grpo_online --seed 0    reproduce one recorded run
+    python experiments/run.py --row elimination_tuned/grpo --seed 0    reproduce one recorded run
 
 A row is a YAML file, and the file names the row. Settings on the command line apply to all rows. Seed S of
 a row writes to OUT/ROW/seed_S, and the console output of the latest launch goes to OUT/ROW/seed_S.log. All
@@ -16,17 +16,16 @@ again. A folder that another run is using is refused too. Ctrl-C and SIGTERM end
 use --jobs 1, because every run takes the first GPUs, as many as --ranks.
 
 --row STUDY/ROW runs experiments/studies/STUDY/ROW.yaml with one seed and the recorded settings, and prints
-the new figures beside the recorded figures. If the study lacks ROW.yaml, the YAML of another study is taken
-that the commands in the README name. If several records of the study hold the row and seed, --record names
-one of them, for example others.jsonl. If this version lacks a recorded setting or value, for example a
-clip that has become a plug-in, the YAML is kept there, and a note says so. The run begins with the recorded
-start weights if the repository holds them, with the prompts beside them (experiments/starts.py). If
+the new figures beside the recorded figures. If several records of the study hold the row and seed, --record
+names one of them, for example chains_third.jsonl. If this version lacks a recorded setting or value, for
+example a clip that has become a plug-in, the YAML is kept there, and a note says so. The run begins with the
+recorded start weights, brought from history if needed, with the prompts beside them (starts.py). If
 data/built lacks the model or prompts of the environment, prepare.sh of the study, experiments/prepare.sh or
-data.tiny builds both first. The commands in the study's README make all other files. Records
-of v0.1 do not hold --ranks: see the same README. model.ep_size is that of the record.
+data.tiny builds both first. The commands in the study's README make all other files. model.ep_size is that of
+the record.
 
-A row may name committed weights, for example `model: {path: experiments/starts/habits/model}`. Before any run
-their files are compared with their digests.
+A row may name kept weights, for example `model: {path: experiments/starts/habits/model}`. Before any run they
+are brought from history if they have left the tree, and their files are compared with their digests.
 """
 
 import argparse
@@ -57,7 +56,7 @@ if __name__ == "__main__":
     sys.path.append(str(ROOT))  # run as a script: for the modules of the project
 
 from data.tiny import recipe_of
-from experiments import report, starts
+from experiments import records, report, starts
 from experiments.bench.common import markdown
 from experiments.declaration import records_of, warnings_of_launch
 from runtime.config import differences, flat_settings, with_paths_from
@@ -285,18 +284,9 @@ def run_all(runs: list[Run], jobs: int, ranks: int) -> list[Run]:
 # Reproducing a row
 # ------------------------------------------------------------------------------------------------------------
 def row_file(row: Path) -> Path:
-    """Return the YAML file of a row: in its study, or in another study that the study's README names.
-
-    For example the README of variants names experiments/studies/zero_variance/grpo.yaml for its row grpo.
-    """
+    """Return the YAML file of a row; ValueError names the commit that has it, or the rows of the study."""
     if row.is_file():
         return row
-    readme = row.with_name("README.md")
-    text = readme.read_text() if readme.is_file() else ""
-    named = set(re.findall(rf"experiments/studies/[\w/-]+/{re.escape(row.stem)}\.yaml", text))
-    files = [ROOT / name for name in sorted(named) if (ROOT / name).is_file()]
-    if len(files) == 1:
-        return files[0]
     commits = {record["commit"] for record in records_of(row.parent) if record["row"] == row.stem}
     if commits:
         old = min(commits)
@@ -310,20 +300,28 @@ def row_file(row: Path) -> Path:
     raise ValueError(f"--row: {from_root(row)} does not exist; {remedy}")
 
 
-def recorded_run(study: Path, row: str, seed: int, record: str | None) -> report.Run:
-    """Find the record of a row with a seed in the record files of a study, or in the file `record` alone."""
+def recorded_run(study: Path, row: str, seed: int, record: str | None) -> dict:
+    """Find the record of a row with a seed in the record files of a study, or in the file `record` alone.
+
+    The whole record, with all figures, if history holds it and is not shallow; else the small one.
+    """
     files = sorted(study.glob("*.jsonl"))
     if record is not None and study / record not in files:
         names = ", ".join(file.name for file in files) or "none"
         raise ValueError(f"--record {record}: not in {from_root(study)}; its record files: {names}")
     files = [study / record] if record else files
-    runs = [(file.name, run) for file in files for run in report.read_records(file, [row], ANY_METRIC)[0]]
-    matches = [(name, run) for name, run in runs if run.record["seed"] == seed]
+    runs = [
+        (file.name, run)
+        for file in files
+        for run in map(json.loads, records.whole_text(file, or_small=True).splitlines())
+        if run["row"] == row
+    ]
+    matches = [(name, run) for name, run in runs if run["seed"] == seed]
     if len(matches) > 1:
         names = ", ".join(name for name, _ in matches)
         raise ValueError(f"--seed {seed}: row {row} is recorded in {names}; name one of them by --record")
     if not matches:
-        seeds = ", ".join(map(str, sorted({run.record["seed"] for _, run in runs}))) or "none"
+        seeds = ", ".join(map(str, sorted({run["seed"] for _, run in runs}))) or "none"
         raise ValueError(f"--seed {seed}: not recorded for row {row}; recorded seeds: {seeds}")
     name, run = matches[0]
     print(f"record: row {row}, seed {seed} of {from_root(study / name)}", file=sys.stderr)
@@ -342,7 +340,11 @@ def missing_files(run: Run) -> dict[str, str]:
         for name in ("zero_variance.offline_scores", "teacher.path", "teacher.scores"):
             group, _, key = name.partition(".")
             files[prefix + name] = section.get(group, {}).get(key)
-    return {name: path for name, path in files.items() if path is not None and not Path(path).exists()}
+    return {
+        name: path
+        for name, path in files.items()
+        if path is not None and not Path(path).exists() and not starts.is_held(path)
+    }
 
 
 def is_recipe(name: str) -> bool:
@@ -380,15 +382,15 @@ def build_start(run: Run, study: Path, has_start: bool, dry_run: bool) -> None:
         raise ValueError(f"missing files ({'; '.join(texts)}): make them by the commands in {readme}")
 
 
-def committed_start(recorded: report.Run) -> Path | None:
+def committed_start(recorded: dict) -> Path | None:
     """Return the committed model folder with the recorded start weights, relative to the root.
 
     None if the record has no digest or its start is not committed. ValueError if the record names a committed
     start whose weights have been replaced since the run.
     """
-    weights = recorded.record.get("versions", {}).get("weights")
+    weights = recorded.get("versions", {}).get("weights")
     start = starts.start_with(weights)
-    named = recorded.record.get("settings", {}).get("model.path", "")
+    named = recorded.get("settings", {}).get("model.path", "")
     if start is None and starts.starts_of(named):
         raise ValueError(f"{named}: other weights ({weights}) at the recorded run; restore them with git")
     return start and from_root(start)
@@ -405,10 +407,12 @@ def start_settings(args: argparse.Namespace, start: Path) -> list[str]:
     values = config.model_dump(mode="json", exclude_defaults=True)
     stages = {"stages": values.pop("stages")} if "stages" in values else {}
 
+    files = starts.record_of(ROOT / start.parent).get("files", {})
+
     def committed(match: re.Match) -> str:
-        """Return the path beside the start, if the file exists there."""
+        """Return the path beside the start, if the start has the file."""
         file = start.parent / match[1]
-        return str(file) if (ROOT / file).exists() else match[0]
+        return str(file) if match[1] in files or (ROOT / file).exists() else match[0]
 
     settings = [f"model.path={start}"]
     for name, value in (flat_settings(values) | stages).items():
@@ -419,14 +423,20 @@ def start_settings(args: argparse.Namespace, start: Path) -> list[str]:
     return settings
 
 
-def check_starts(runs: list[Run]) -> None:
-    """Raise ValueError if a committed start that a run names differs from its digests."""
+def check_starts(runs: list[Run], dry_run: bool = False) -> None:
+    """Bring the starts that runs name from history; ValueError for one that differs from its digests.
+
+    A dry run brings none.
+    """
     folders: set[Path] = set()
     for run in runs:
         folders |= starts.starts_of(
             load_script(run.script).load_config(list(run.arguments)).model_dump(mode="json")
         )
-    problems = [problem for folder in sorted(folders) for problem in starts.problems_of(folder)]
+    left = {folder for folder in folders if starts.is_left(folder)}
+    for folder in sorted(left) if not dry_run else ():
+        starts.get(folder.name)
+    problems = [problem for folder in sorted(folders - left) for problem in starts.problems_of(folder)]
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -454,7 +464,7 @@ def nested_stages(flat: dict[str, object]) -> list[dict]:
     return [stages[number] for number in sorted(stages)]
 
 
-def recorded_settings(args: argparse.Namespace, recorded: report.Run) -> list[str]:
+def recorded_settings(args: argparse.Namespace, recorded: dict) -> list[str]:
     """List the recorded settings that the row's YAML lacks, for example eval.every=100 of a command line.
 
     Also model.ep_size, because plan() would set it to the number of ranks, which may have been another one.
@@ -466,7 +476,7 @@ def recorded_settings(args: argparse.Namespace, recorded: report.Run) -> list[st
     defaults = flat_settings(script.Config().model_dump(mode="json"))
     config = script.load_config(["--config", str(args.rows[0])])
     present = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
-    past = with_present_names(recorded.record.get("settings", {}))
+    past = with_present_names(recorded.get("settings", {}))
     stages = nested_stages(past)
     overrides = [] if stages == nested_stages(present) else [f"stages={json.dumps(stages)}"]
     overrides.append(f"model.ep_size={past.get('model.ep_size', defaults['model.ep_size'])}")
@@ -486,28 +496,34 @@ def recorded_settings(args: argparse.Namespace, recorded: report.Run) -> list[st
     return overrides
 
 
-def figures_of(run: report.Run) -> dict[str, str]:
-    """Return the figures of a finished run: evaluations at the first and last step, tokens and seconds."""
+def figures_of(record: dict) -> dict[str, str]:
+    """Return the figures of a record: evaluations at the first and last step, tokens and seconds.
+
+    A small record lacks some of them.
+    """
     figures = {}
-    for name, values in run.record["evaluations"].items():
+    for name, values in record["evaluations"].items():
         values = [value for value in values if value is not None]
         if name.startswith("eval/") and values:
             figures[name.removeprefix("eval/")] = f"{values[0]:.4f} -> {values[-1]:.4f}"
-    share = run.steps["gradient_tokens_total"].sum() / run.steps["tokens_total"].sum()
-    return figures | {
-        "steps": str(len(run.steps["step"])),
-        "generated tokens": f"{run.steps['generated_tokens'][-1]:,.0f}",
-        "share of tokens with gradient": f"{share:.3f}",
-        "seconds of training": f"{run.steps['seconds_per_step'].sum():.0f}",
-    }
+    steps = record["steps"]
+    if "generated_tokens" in steps:
+        figures["steps"] = str(len(steps["generated_tokens"]))
+        figures["generated tokens"] = f"{steps['generated_tokens'][-1]:,.0f}"
+    if {"gradient_tokens_total", "tokens_total"} <= steps.keys():
+        share = sum(steps["gradient_tokens_total"]) / sum(steps["tokens_total"])
+        figures["share of tokens with gradient"] = f"{share:.3f}"
+    if "seconds_per_step" in steps:
+        figures["seconds of training"] = f"{sum(steps['seconds_per_step']):.0f}"
+    return figures
 
 
-def comparison(run: Run, recorded: report.Run) -> list[str]:
+def comparison(run: Run, recorded: dict) -> list[str]:
     """Return the table of new and recorded figures, and the note about weights."""
-    new_figures = figures_of(report.read_run(ROOT / run.folder, ANY_METRIC))
+    new_figures = figures_of(report.read_run(ROOT / run.folder, ANY_METRIC).record)
     old_figures = figures_of(recorded)
     rows = [[name, value, old_figures.get(name, "-")] for name, value in new_figures.items()]
-    commit = str(recorded.record.get("commit"))[:8]
+    commit = str(recorded.get("commit"))[:8]
     start = committed_start(recorded)
     note = f"{SAME_START} {start}." if start else OTHER_START
     heads = [f"{run.row}, seed {run.seed}", "this run", f"recorded (commit {commit})"]
@@ -564,11 +580,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], report.Run | None]:
+def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], dict | None]:
     """Return all runs, the unfinished runs and, for --row, the recorded run. Build the start of --row."""
     recorded = None
     if args.row:
         study = args.rows[0].parent
+        if left := records.missing_study(study):
+            raise ValueError(left)
         args.rows = [row_file(args.rows[0])]
         recorded = recorded_run(study, args.rows[0].stem, args.seed, args.record)
         start = committed_start(recorded)
@@ -577,7 +595,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], report.Run 
     runs = plan(args)
     os.chdir(ROOT)  # the working directory of train_rl.py, for relative paths in settings
     todo = unfinished(runs, args.redo, args.dry_run)
-    check_starts(todo)
+    check_starts(todo, args.dry_run)
     if recorded and todo:
         build_start(todo[0], study, start is not None, args.dry_run)
     return runs, todo, recorded

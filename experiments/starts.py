@@ -1,13 +1,17 @@
-"""Keep the start weights and judges of studies in the repository, with their prompts, and check them.
+"""Keep the start weights and judges of studies, with their prompts: bring them from history, and check them.
 
+    python -m experiments.starts get chains_3                  # to experiments/starts/chains_3
     python -m data.tiny --recipe habits
     python -m experiments.starts add habits data/built/habits  # a copy in experiments/starts/habits
     python -m experiments.starts check                         # compares all files with their digests
 
 A start is a folder: a model (model/ of data.tiny, or a judge) as safetensors, the prompts as *.jsonl, and
 start.json with the SHA-256 of each file, the digest of the weights that records also hold, and the commit,
-machine and date of `add`. Rows name a start by path, for example by laying experiments/starts/habits.yaml
-over their base. experiments/run.py checks these starts before any run, and `report.py --check` checks all.
+machine and date of `add`. `commit` in start.json says that the files have left the tree, and at which commit
+they are; git ignores the files that `get` brings. `tiny` and `habits` stay in the tree, because the demo,
+`make record` and tests read them. Rows name a start by path, for example by laying
+experiments/starts/habits.yaml over their base. experiments/run.py brings and checks these starts before any
+run, and `report.py --check` checks all.
 """
 
 import argparse
@@ -22,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from experiments.history import content_at
 from runtime.provenance import commit_of, machine_of, now, versions_of
 
 STARTS = ROOT / "experiments" / "starts"
@@ -34,23 +39,75 @@ FORMATS = (".safetensors", ".json", ".jsonl", ".jinja", ".txt")
 def digests_of(start: Path) -> dict[str, str]:
     """Return {path: SHA-256} of the files of a start, without its record."""
     files = sorted(file for file in start.rglob("*") if file.is_file() and file != start / RECORD)
-    return {str(file.relative_to(start)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {str(file.relative_to(start)): sha256(file.read_bytes()) for file in files}
+
+
+def record_of(start: Path) -> dict:
+    """Read start.json of a start; {} without it."""
+    file = start / RECORD
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def is_left(start: Path) -> bool:
+    """Tell whether history holds the files of a start, and none of them is here."""
+    return "commit" in record_of(start) and not digests_of(start)
+
+
+def is_held(path: str) -> bool:
+    """Tell whether history holds a file or folder that settings name, below the folder of a start."""
+    (start,) = starts_of(path) or {None}
+    if start is None or not is_left(start):
+        return False
+    name = path.partition(f"/{start.name}")[2].strip("/")
+    return any(f"{file}/".startswith(f"{name}/") or not name for file in record_of(start)["files"])
 
 
 def problems_of(start: Path) -> list[str]:
     """Return a sentence for each file of a start that differs from the record."""
-    if not (start / RECORD).is_file():
+    record = record_of(start)
+    if not record:
         return [f"{start}: {RECORD} is missing; `python -m experiments.starts add` writes it"]
-    recorded = json.loads((start / RECORD).read_text())["files"]
+    recorded = record["files"]
     present = digests_of(start)
     changed = sorted(name for name in recorded | present if recorded.get(name) != present.get(name))
-    return [f"{start}: {', '.join(changed)}: not as committed; restore with git"] if changed else []
+    remedy = f"`python -m experiments.starts get {start.name}`" if "commit" in record else "git"
+    return [f"{start}: {', '.join(changed)}: not as committed; restore with {remedy}"] if changed else []
+
+
+def get(name: str) -> Path:
+    """Bring the files of a start from their commit, check their digests and return the folder.
+
+    ValueError if there is no such start, if history lacks the commit, or if a digest differs.
+    """
+    start = STARTS / name
+    record = record_of(start)
+    if not record:
+        names = ", ".join(sorted(file.parent.name for file in STARTS.glob(f"*/{RECORD}")))
+        raise ValueError(f"{name}: no such start; choose among {names}")
+    if "commit" not in record or digests_of(start) == record["files"]:
+        return start
+    contents = {file: content_at(record["commit"], start, file) for file in record["files"]}
+    wrong = [file for file, content in contents.items() if sha256(content) != record["files"][file]]
+    if wrong:
+        raise ValueError(
+            f"{name}: {', '.join(wrong)} of commit {record['commit'][:8]} differs from the SHA-256 in "
+            f"{RECORD}; restore {RECORD} with git"
+        )
+    for file, content in contents.items():
+        (start / file).parent.mkdir(parents=True, exist_ok=True)
+        (start / file).write_bytes(content)
+    return start
+
+
+def sha256(content: bytes) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def all_problems(starts: Path) -> list[str]:
     """Return the problems of all starts in a folder, and of their sizes."""
     folders = sorted(path for path in starts.glob("*") if path.is_dir())
-    problems = [problem for folder in folders for problem in problems_of(folder)]
+    problems = [problem for folder in folders if not is_left(folder) for problem in problems_of(folder)]
     sizes = {folder: sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) for folder in folders}
     problems += [f"{folder}: {size:,} bytes, more than {MAX_BYTES:,}" for folder, size in sizes.items()
                  if size > MAX_BYTES]  # fmt: skip
@@ -105,6 +162,8 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    getting = commands.add_parser("get", help="bring a start from its commit")
+    getting.add_argument("name", nargs="+", help="name of a start, for example chains_3")
     adding = commands.add_parser("add", help="copy a built folder to a new start")
     adding.add_argument("name", help="name of the start")
     adding.add_argument(
@@ -114,8 +173,11 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "add":
-            print(f"{add(args.name, args.source)}: commit this folder")
-        problems = all_problems(STARTS)
+            start = add(args.name, args.source)
+            print(f"commit this folder: git add -f {start.relative_to(ROOT)}")
+        for name in args.name if args.command == "get" else ():
+            print(get(name).relative_to(ROOT))
+        problems = [] if args.command == "get" else all_problems(STARTS)
     except (ValueError, OSError) as error:
         problems = [str(error)]
     print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")

@@ -43,7 +43,9 @@ from pathlib import Path
 
 from experiments import report, run, starts
 from experiments.bench.common import markdown, write_json
-from experiments.declaration import git, read_declaration
+from experiments.declaration import read_declaration
+from experiments.history import git
+from experiments.records import missing_study
 from experiments.tuning import candidates, choice_of, is_tuned, recorded_tuning
 from runtime.checkpoint import digest_of_weights
 from runtime.provenance import commit_of
@@ -306,7 +308,7 @@ def runs_to_launch(args: argparse.Namespace, study: Path, declared: dict) -> lis
     for one in failed:
         print(f"failed twice, not repeated: {one.folder}", file=sys.stderr)
     todo = [one for one in unfinished if one not in failed][: args.runs]
-    run.check_starts(todo)
+    run.check_starts(todo, args.dry_run)
     if todo and not args.dry_run:
         check_files(todo, study)
         check_checkout()
@@ -319,6 +321,8 @@ def main(argv: list[str]) -> int:
     study = run.STUDIES / args.study
     os.chdir(run.ROOT)  # the working directory of train_rl.py, for relative paths in settings
     try:
+        if left := missing_study(study):
+            raise ValueError(left)
         declared = read_declaration(study / "declared.json")
         if args.stage in ("keep", "choose") and (args.rows or args.seeds or args.runs or args.dry_run):
             raise ValueError(f"`{args.stage}` takes all rows and seeds: leave out the options")

@@ -154,7 +154,7 @@ def test_a_missing_model_is_an_error_of_one_line(name, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"experiments.bench.{name}").main()
     message = str(ended.value)
-    assert "\n" not in message and str(tmp_path) in message and "data.tiny" in message
+    assert "\n" not in message and str(tmp_path) in message and "prepare.sh" in message
 
 
 # ---- data/tiny.py ------------------------------------------------------------------------------------------

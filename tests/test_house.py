@@ -311,7 +311,7 @@ def test_public_code_has_docstrings(path):
 @pytest.mark.parametrize("stack", ["cpu", "gpu"])
 def test_the_commands_of_make_are_valid_shell(stack):
     targets = (
-        "demo lint quick bench table record test-ranks test-others test-sandbox check-first check-second"
+        "demo lint quick bench figures record test-ranks test-others test-sandbox check-first check-second"
     ).split()
     make = ["make", "--dry-run", "--always-make", f"STACK={stack}", "RANKS=2", *targets]
     commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=limit(30))

@@ -278,8 +278,9 @@ def test_the_saved_settings_of_a_run_load_again(tmp_path):
 
 
 def test_an_absolute_and_a_relative_path_are_one_plugin():
-    relative = train_rl.load_config(["--config", "experiments/studies/variants/sapo.yaml"])
-    absolute = train_rl.load_config(["--config", str(ROOT / "experiments/studies/variants/sapo.yaml")])
+    prompts = "data.train=[{path: x.jsonl}]"
+    relative = train_rl.load_config(["--config", "experiments/methods/sapo.yaml", prompts])
+    absolute = train_rl.load_config(["--config", str(ROOT / "experiments/methods/sapo.yaml"), prompts])
     assert relative == absolute and relative.algorithm.gain == "experiments/plugins/sapo.py:sapo"
 
 

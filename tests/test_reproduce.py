@@ -1,14 +1,11 @@
-"""Reruns: the YAML file and the record that `experiments/run.py --row` takes, and `make table`."""
+"""Reruns: the YAML file and the record that `experiments/run.py --row` takes."""
 
-import subprocess
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from conftest import ROOT
 
-from experiments import report, run
-from train_rl import load_config
+from experiments import run
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +22,6 @@ def dry_run(tmp_path):
 @pytest.mark.parametrize(
     ("row", "file", "setting"),
     [
-        ("long_chains/grpo", "others.jsonl", "checkpoint.every=0"),
         ("real_regime/chains_grpo", "chains_own.jsonl", "model.path=experiments/starts/chains/model"),
         ("real_regime/chains_grpo", "chains_third.jsonl", "train.learning_rate=0.00017"),
         ("real_regime/chains_grpo", "chains_triple.jsonl", "train.learning_rate=0.0015"),
@@ -49,52 +45,29 @@ def test_a_record_is_named_for_a_row_of_a_study_alone(capsys):
     assert "--record" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("study", "other"), [("variants", "zero_variance"), ("chains_penalties", "long_chains")]
-)
-def test_a_row_without_a_yaml_file_takes_the_one_that_the_readme_names(study, other, dry_run, capsys):
-    assert dry_run(f"{study}/grpo") == 0
-    output = capsys.readouterr()
-    assert f"--config experiments/studies/{other}/grpo.yaml run.dir=" in output.out
-    assert f"experiments/studies/{study}/runs.jsonl" in output.err
+def test_a_row_that_was_removed_names_the_commit_of_its_runs(tmp_path):
+    (tmp_path / "runs.jsonl").write_text('{"row": "kl_cov", "seed": 0, "commit": "e3b71aa4"}\n')
+    (tmp_path / "grpo.yaml").touch()
+    with pytest.raises(ValueError, match=r"git worktree add \.\./old e3b71aa4.*kl_cov\.yaml"):
+        run.row_file(tmp_path / "kl_cov.yaml")
+    with pytest.raises(ValueError, match=r"espo\.yaml does not exist; rows in this folder: grpo$"):
+        run.row_file(tmp_path / "espo.yaml")
 
 
-def test_a_row_that_was_removed_names_the_commit_of_its_runs(dry_run, capsys):
-    assert dry_run("variants/kl_cov") == 2
-    error = capsys.readouterr().err
-    assert "git worktree add ../old e3b71aa4" in error and "kl_cov.yaml" in error
-
-
-def test_a_readme_that_names_two_files_decides_nothing(tmp_path):
-    names = [f"experiments/studies/{study}/grpo.yaml" for study in ("zero_variance", "long_chains")]
-    (tmp_path / "README.md").write_text(names[0])
-    assert run.row_file(tmp_path / "grpo.yaml") == ROOT / names[0]
-    (tmp_path / "README.md").write_text(" ".join(names))
-    (tmp_path / "espo.yaml").touch()
-    with pytest.raises(ValueError, match=r"grpo\.yaml does not exist; rows in this folder: espo$"):
-        run.row_file(tmp_path / "grpo.yaml")
+@pytest.mark.parametrize("study", ["variants", "zero_variance"])
+def test_a_study_that_left_the_tree_names_the_command_that_brings_it(study, dry_run, capsys):
+    """The YAML files of zero_variance that are bases of other rows are still in its folder."""
+    assert dry_run(f"{study}/grpo") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"python -m experiments.records get {study}" in line and "4210a6b" in line
 
 
 def test_the_recorded_ep_size_wins_over_the_number_of_ranks(dry_run, capsys):
-    """The runs of `system` had two ranks and ep_size 1, which a record omits because it is the default."""
-    assert dry_run("system/off", "--ranks", "2") == 0
+    """A record of one rank has ep_size 1, which it omits because that is the default."""
+    assert dry_run("teacher/short_grpo", "--ranks", "2") == 0
     words = capsys.readouterr().out.split()
     assert "--nproc-per-node=2" in words
     assert [word for word in words if word.startswith("model.ep_size=")] == ["model.ep_size=1"]
-    past = {"settings": {"model.ep_size": 4}}
-    recorded = report.Run(past, "", None, {}, *[np.zeros(1)] * 3, None)
-    file = ROOT / "experiments" / "studies" / "system" / "off.yaml"
+    file = ROOT / "experiments" / "studies" / "teacher" / "short_grpo.yaml"
     args = SimpleNamespace(rows=[file], script=ROOT / "train_rl.py")
-    assert "model.ep_size=4" in run.recorded_settings(args, recorded)
-
-
-def test_the_commands_of_zero_variance_make_the_scores_of_all_rows():
-    """A row without its scores fails, and `make table` would end before its table."""
-    study = run.STUDIES / "zero_variance"
-    configs = [load_config(["--config", str(file)]) for file in study.glob("*.yaml")]
-    scores = {config.zero_variance.offline_scores for config in configs} - {None}
-    commands = subprocess.run(["make", "-n", "table"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert len(scores) == 2
-    for text in (commands.stdout, (study / "README.md").read_text()):
-        assert "experiments/prepare.sh habits" in text, "the start of everything.jsonl is committed"
-        assert [score for score in scores if f"--output {score}" not in text] == []
+    assert "model.ep_size=4" in run.recorded_settings(args, {"settings": {"model.ep_size": 4}})

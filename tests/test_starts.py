@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from experiments import report, run, starts
+from experiments import run, starts
 from runtime.checkpoint import digest_of_weights
 from train_rl import load_config
 
@@ -79,9 +79,8 @@ def test_a_recorded_row_begins_with_the_committed_weights(built):
     weights = digest_of_weights(built / "model")
     start = starts.add("mine", built)
 
-    def recorded(weights, path) -> report.Run:
-        record = {"versions": {"weights": weights}, "settings": {"model.path": path}}
-        return report.Run(record, "", None, {}, *[np.zeros(1)] * 3, None)
+    def recorded(weights, path) -> dict:
+        return {"versions": {"weights": weights}, "settings": {"model.path": path}}
 
     assert run.committed_start(recorded(weights, "data/built/habits/model")) == start / "model"
     assert run.committed_start(recorded("0" * 16, "data/built/habits/model")) is None
@@ -106,7 +105,8 @@ def test_a_recorded_row_also_reads_the_prompts_of_its_start():
     (source,) = config.data.train
     assert (source.path, source.limit) == ("experiments/starts/chains/train.jsonl", 192)
     assert [s.name for s in config.data.eval] == ["chains", "longer"]
-    assert all((starts.ROOT / s.path).is_file() for s in config.data.eval)
+    kept = json.loads((starts.STARTS / "chains" / "start.json").read_text())["files"]
+    assert all(Path(s.path).name in kept for s in config.data.eval)
 
 
 @pytest.mark.parametrize(("start", "study", "row", "in_start", "in_built"), [

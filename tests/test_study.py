@@ -285,12 +285,12 @@ def test_files_that_are_missing_or_of_another_start_are_refused(small_study, tmp
     built = tmp_path / "data" / "built" / "chains_200" / "model"
     built.mkdir(parents=True)
     assert study.main(["small", "tune"]) == 0, "no start is committed for instance 200"
-    monkeypatch.setattr(study, "instance_settings", lambda *args: ["model.path=data/built/chains_1/model"])
-    built = built.parents[1] / "chains_1" / "model"
-    shutil.copytree(ROOT / "experiments" / "starts" / "chains_2", built)
-    assert study.main(["small", "tune"]) == 2 and "chains_1" in capsys.readouterr().err
+    monkeypatch.setattr(study, "instance_settings", lambda *args: ["model.path=data/built/habits/model"])
+    built = built.parents[1] / "habits" / "model"
+    shutil.copytree(ROOT / "experiments" / "starts" / "tiny" / "model", built)
+    assert study.main(["small", "tune"]) == 2 and "data/built/habits" in capsys.readouterr().err
     shutil.rmtree(built)
-    shutil.copytree(ROOT / "experiments" / "starts" / "chains_1", built)
+    shutil.copytree(ROOT / "experiments" / "starts" / "habits" / "model", built)
     assert study.main(["small", "tune"]) == 0
     assert launched == [1, 1]
 

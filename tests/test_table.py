@@ -384,7 +384,6 @@ INVALID_LINES = [  # kind of file, text, replacement, part of the message
     ("record", '"tokens_total": [100, 100]', '"tokens_total": [100]', "steps.tokens_total"),
     ("record", '"tokens_total": [100, 100]', '"tokens_total": [100, null]', "steps.tokens_total"),
     ("record", '"score": [0.5, 0.5]', '"score": [0.5, "a"]', "line 2: steps.score"),
-    ("record", '"tokens_total"', '"renamed"', "line 2: steps.tokens_total"),
     ("record", '"step": [1, 2]', '"step": [1, 3]', "step 3"),
     ("record", '"step": [0, 2]', '"step": [1, 2]', "avg_at_8"),
     ("log", 'avg_at_8": 0.5', 'avg_at_8": NaN', "line 4: eval/additions/avg_at_8"),
@@ -1058,12 +1057,11 @@ RECORDED = {
 def test_the_recorded_settings_of_every_row_load(monkeypatch):
     """A recorded value wins, unless this version lacks it; a hook of the YAML is kept, or recorded."""
     monkeypatch.chdir(ROOT)
-    assert len(RECORDED) > 100
+    assert len(RECORDED) > 50
     for (name, row), record in RECORDED.items():
         file = run.STUDIES / name / f"{row}.yaml"
         args = SimpleNamespace(rows=[file], script=ROOT / "train_rl.py")
-        recorded = report.Run(record, "", None, {}, *[np.zeros(1)] * 3, None)
-        config = load_config(["--config", str(file), *run.recorded_settings(args, recorded)])
+        config = load_config(["--config", str(file), *run.recorded_settings(args, record)])
         past = record["settings"]
         assert config.train.learning_rate == past.get("train.learning_rate", config.train.learning_rate)
         yaml_hooks = load_config(["--config", str(file)]).algorithm
@@ -1078,8 +1076,7 @@ def test_recorded_stages_are_repeated(monkeypatch):
     values = load_config(["--config", str(file)]).model_dump(mode="json", exclude_defaults=True)
     past = json.loads(json.dumps(flat_settings(values)).replace("/chains/", "/chains_2/"))
     args = SimpleNamespace(rows=[file], script=ROOT / "train_rl.py", settings=[])
-    recorded = report.Run({"settings": past}, "", None, {}, *[np.zeros(1)] * 3, None)
-    settings = run.recorded_settings(args, recorded)
+    settings = run.recorded_settings(args, {"settings": past})
     config = load_config(["--config", str(file), *settings])
     assert "/chains/" not in config.model_dump_json()
     assert config.stages[0].until.steps == 18 and "chains_2/part_short" in config.model_dump_json()
@@ -1092,7 +1089,8 @@ def test_a_run_with_a_plugin_is_continued_and_recorded_from_the_root(tmp_path, m
     monkeypatch.chdir(ROOT)
     plugin = "experiments/plugins/sapo.py:sapo"
     folder = write_run(tmp_path, "sapo", 0, [0.2, 0.4])
-    arguments = ("--config", "experiments/studies/variants/sapo.yaml", f"run.dir={folder}")
+    prompts = "data.train=[{path: x.jsonl}]"
+    arguments = ("--config", "experiments/methods/sapo.yaml", prompts, f"run.dir={folder}")
     config = load_config(list(arguments))
     assert config.algorithm.gain == plugin
     prepare_run_dir(folder, config, record=None)

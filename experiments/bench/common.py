@@ -68,7 +68,8 @@ def model_folder(recipe: str) -> Path:
     """
     folder = ROOT / "data" / "built" / recipe
     if not (folder / "model").is_dir():
-        subprocess.run([sys.executable, "-m", "data.tiny", "--recipe", recipe], cwd=ROOT, check=True)
+        prepare = ["bash", "experiments/prepare.sh", recipe]
+        subprocess.run(prepare, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, check=True)
     return folder
 
 

@@ -455,7 +455,7 @@ def main() -> None:
     if any(args.ratios) and not Recipe.load(args.workload).slow_share:
         parser.error(f"{args.workload}: slow_share is 0, which allows only --ratios 0")
     if not (args.model / "config.json").is_file():
-        sys.exit(f"{args.model} is missing; make it by `python -m data.tiny`")
+        sys.exit(f"{args.model} is missing; make it by `bash experiments/prepare.sh tiny`")
     ranks = run_ranks("experiments.bench.rollout", args.ranks, sys.argv[1:])
     record = make_record(ranks, args.ratios, args.slots, args.workers)
     print_record(record)

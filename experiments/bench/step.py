@@ -129,7 +129,7 @@ def main() -> None:
             f"--steps must be above {WARMUP_STEPS}, because the first {WARMUP_STEPS} steps are not counted"
         )
     if not TINY.is_dir():
-        sys.exit("the tiny model is missing: run `python -m data.tiny` first")
+        sys.exit("the tiny model is missing: run `bash experiments/prepare.sh tiny` first")
     torch.set_num_threads(1)
     table = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -207,7 +207,7 @@ def main() -> None:
     if args.result:
         run_rank(work, args)
     if not (args.model / "config.json").is_file():
-        sys.exit(f"{args.model} is missing; make it by `python -m data.tiny`")
+        sys.exit(f"{args.model} is missing; make it by `bash experiments/prepare.sh tiny`")
     figures = run_ranks("experiments.bench.update", 2, sys.argv[1:])
     rows = make_rows(figures)
     print("\n".join([*table_lines(rows), "", *skipping_lines(rows)]))

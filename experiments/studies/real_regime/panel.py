@@ -1,9 +1,9 @@
 """Show in which regime each environment trains: entropy, clips, spread of the ratios, zero variance.
 
-    python -m experiments.studies.real_regime.panel --json experiments/studies/real_regime/panel.json \\
-        --plot experiments/studies/real_regime/panel.png
+    python -m experiments.records get real_regime
+    python -m experiments.studies.real_regime.panel --runs runs/records/real_regime --plot panel.png
 
-Reads ENVIRONMENT_RATE.jsonl beside this file, for example sums_own.jsonl: the records of an environment's
+Reads ENVIRONMENT_RATE.jsonl of a folder, for example sums_own.jsonl: the whole records of an environment's
 rows at a third of its learning rate (third), at that rate (own), and at three times that rate (triple).
 recorded_gain.py defines the metrics.
 """
