@@ -294,7 +294,7 @@ def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
     local_jobs = [job for job in jobs if job.group.rank == dist.get_rank()]
     requests, prompts = requests_of(run, local_jobs)
     for extra in active(run.config):
-        requests = extra.requests(run, requests)
+        requests = extra.requests(run, local_jobs, requests)
     completions = iter(generate(run, requests, prompts, "rollout"))
     for group, samples in local_jobs:
         group.completions += [next(completions) for _ in samples]

@@ -120,8 +120,11 @@ class Extra:
         """Build models that are not trained, after the policy. Collective."""
 
     # ---- a step ----
-    def requests(self, run, requests: list[Request]) -> list[Request]:
-        """Return this rank's requests of a rollout round, in their order."""
+    def requests(self, run, jobs: list, requests: list[Request]) -> list[Request]:
+        """Return this rank's requests of a rollout round, in their order; jobs: sampling.Job of the requests.
+
+        Requests of evaluations do not pass here.
+        """
         return requests
 
     def after_rollout(self, run, batch: RolloutBatch, groups: list[Group]) -> None:

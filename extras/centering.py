@@ -157,7 +157,7 @@ class Centering(Extra):
         """Allow requests for k log-probabilities per token."""
         return {"max_logprobs": config.centering.topk}
 
-    def requests(self, run, requests):
+    def requests(self, run, jobs, requests):
         """Ask for the log-probabilities of the engine's most likely tokens."""
         return [replace(request, topk=run.config.centering.topk) for request in requests]
 

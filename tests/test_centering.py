@@ -396,5 +396,5 @@ def test_requests_of_a_rollout_ask_for_the_likeliest_tokens():
     for config, topk in ((config_of(6), 6), (make_config("centering.topk=6"), 0)):
         asked = requests
         for extra in active(config):
-            asked = extra.requests(SimpleNamespace(config=config), asked)
+            asked = extra.requests(SimpleNamespace(config=config), [], asked)
         assert asked == [replace(request, topk=topk) for request in requests]

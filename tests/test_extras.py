@@ -1,6 +1,7 @@
 """The interface of extras: what is imported, old names, and an extra that uses every call of a step."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from conftest import ROOT, SMALL, train
 from helpers import make_batch, make_config, make_group, make_prompts
 
 import train_rl
-from batch import PolicyOutputs
+from batch import PolicyOutputs, Request
 from configure import load_config
 from extras import base
 from extras.base import Extra, active
@@ -18,6 +19,7 @@ from extras.settings import SECTIONS
 from runtime.checkpoint import TrainState
 from runtime.metrics import Clock
 from runtime.old_settings import RENAMED, present_counters
+from sampling import Job
 
 SPY = """
 import json, sys
@@ -79,12 +81,12 @@ def test_a_checkpoint_of_an_earlier_version_keeps_its_teacher():
 
 # ---- an extra of a reader ----------------------------------------------------------------------------------
 class Halves(Extra):
-    """Doubles the budget of requests, halves advantages, and adds a term to the gain."""
+    """Halves advantages, adds terms to the gain, and changes requests and the tensors of a sync."""
 
     replaces_advantages = True
 
-    def requests(self, run, requests):
-        return [SimpleNamespace(max_new_tokens=2 * request.max_new_tokens) for request in requests]
+    def requests(self, run, jobs, requests):
+        return [replace(request, seed=request.seed + jobs[0].group.prompt_index) for request in requests]
 
     def after_rollout(self, run, batch, groups):
         batch.extras["halves"] = len(groups)
@@ -109,6 +111,19 @@ class Halves(Extra):
 def halves(monkeypatch):
     for module in (train_rl, base):
         monkeypatch.setattr(module, "active", lambda config: [Halves(), Halves()])
+
+
+def test_requests_of_a_round_pass_through_all_extras(halves, one_rank, monkeypatch):
+    group = make_group(0, 3, [2, 3], [True, False])
+    completions = group.completions
+    group.completions = []
+    sampled = []
+    requests = [Request([1], seed, 1.0, 4) for seed in (10, 20)]
+    monkeypatch.setattr(train_rl, "set_expected_costs", lambda run, jobs: None)
+    monkeypatch.setattr(train_rl, "requests_of", lambda run, jobs: (requests, []))
+    monkeypatch.setattr(train_rl, "generate", lambda run, asked, *_: sampled.extend(asked) or completions)
+    train_rl.generate_round(SimpleNamespace(config=make_config("train.num_steps=1")), [Job(group, range(2))])
+    assert [request.seed for request in sampled] == [16, 26] and group.completions == completions
 
 
 def test_the_calls_of_a_step_reach_all_extras(halves, one_rank, monkeypatch):
