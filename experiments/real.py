@@ -261,14 +261,14 @@ def check_lines(data: dict) -> list[str]:
     return markdown(["check of IFEval", "prompts", "kept before", "kept after"], rows)
 
 
-def report_text(data: dict, num_texts: int = NUM_TEXTS) -> str:
+def report_text(data: dict) -> str:
     """Return the report of a record in Markdown: two tables, and texts before and after.
 
     The texts are of the first prompts of the held-out set, whatever their verdicts are.
     """
     title = f"# {START} as a MoE, before and after training"
     lines = [title, "", *table_lines(data), "", *check_lines(data)]
-    for number, text in enumerate(data["texts"][:num_texts], start=1):
+    for number, text in enumerate(data["texts"], start=1):
         lines += ["", f"## Prompt {number}", "", text["prompt"]]
         for when in ("before", "after"):
             verdict = "all instructions kept" if text[when]["reward"] == 1 else "not all instructions kept"

@@ -83,12 +83,6 @@ def test_the_report_shows_texts_and_figures_of_both_models(tmp_path):
     assert report.count("```") == 4  # the fence in a text opens no block
 
 
-def test_the_committed_report_is_made_from_the_committed_record():
-    record = ROOT / "experiments" / "environments" / "real.json"
-    report = ROOT / "experiments" / "environments" / "real_texts.md"
-    assert report.read_text() == real.report_text(json.loads(record.read_text()), num_texts=1)
-
-
 def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
     from gguf import GGUFWriter
 
