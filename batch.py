@@ -117,6 +117,14 @@ class Completion:
         return self.token_ids[len(self.token_ids) - self.turns[-1].num_tokens :]
 
 
+def verdicts_of(completions: list[Completion]) -> list[Verdict]:
+    """Return the verdicts of completions that have been scored; ValueError if one has not."""
+    verdicts = [c.verdict for c in completions if c.verdict is not None]
+    if len(verdicts) < len(completions):
+        raise ValueError("a completion has no verdict")
+    return verdicts
+
+
 def are_equal(scores: list[float]) -> bool:
     """Tell whether the valid scores of a group are equal up to rounding, so that their advantages are 0.
 
@@ -141,7 +149,7 @@ class Group:
 
     def outcome(self, binary: bool) -> "GroupOutcome":
         """Summarise the group for the other ranks; binary: rewards below 1 count as 0."""
-        valid = [c.verdict for c in self.completions if not c.verdict.failed]
+        valid = [verdict for verdict in verdicts_of(self.completions) if not verdict.failed]
         scores = [score_of(verdict, binary) for verdict in valid]
         return GroupOutcome(
             slot=self.slot,
@@ -185,7 +193,7 @@ class GroupOutcome:
 # ------------------------------------------------------------------------------------------------------------
 @dataclass
 class RolloutBatch:
-    """The completions of one rank, group after group. Later phases fill in the fields that start as None."""
+    """The completions of one rank, group after group. Later phases add their results."""
 
     prompts: list[Prompt]  # [B]
     prompt_ids: list[list[int]]  # [B] ragged
@@ -209,8 +217,8 @@ class RolloutBatch:
     old_routes: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] by the trainer before the updates
     route_mismatch: Tensor | None = None  # [B, T] 1 if old_routes differ from the engine's, else 0
     ref_logprobs: Tensor | None = None  # [B, T] by the initial policy; None without a KL penalty
-    rewards: Tensor | None = None  # [B]
-    advantages: Tensor | None = None  # [B, T]
+    rewards: Tensor = field(init=False)  # [B]; this and advantages do not exist before their phase
+    advantages: Tensor = field(init=False)  # [B, T]
     replaced: Tensor | None = None  # [B] bool, completions whose advantages an extra has replaced
     extras: dict[str, Any] = field(default_factory=dict)  # what each extra keeps for the step, by its name
     turns: list[tuple[Turn, ...]] | None = None  # [B]; None: no completion has inserted tokens
@@ -258,12 +266,14 @@ def collate(
     if has_turns:
         sampled = torch.tensor([x for c in completions for x in c.sampled_mask])
         response_mask = response_mask.masked_scatter(response_mask, sampled)
-    routes = [c.routed_experts for c in completions]
-    verdicts = [c.verdict for c in completions]
+    routes: list = [c.routed_experts for c in completions]
+    verdicts = verdicts_of(completions)
     valid = torch.tensor([not verdict.failed for verdict in verdicts], dtype=torch.bool)
     tied_groups = torch.tensor([group.outcome(binary).is_tied for group in groups], dtype=torch.bool)
     group_index = torch.tensor([index for index, _, _ in rows], dtype=torch.int64)
-    has_topk = all(c.topk_ids is not None for c in completions) and len(completions) > 0
+    topk_ids: list = [c.topk_ids for c in completions]
+    topk_logprobs: list = [c.topk_logprobs for c in completions]
+    has_topk = all(ids is not None for ids in topk_ids) and len(completions) > 0
     return RolloutBatch(
         prompts=[prompts[group.prompt_index] for _, group, _ in rows],
         prompt_ids=[prompt_ids[group.prompt_index] for _, group, _ in rows],
@@ -278,8 +288,8 @@ def collate(
         group_index=group_index,
         minibatch=torch.tensor([group.minibatch for _, group, _ in rows], dtype=torch.int64),
         routed_experts=None if all(ids is None for ids in routes) else routes,
-        topk_ids=[c.topk_ids for c in completions] if has_topk else None,
-        topk_logprobs=[c.topk_logprobs for c in completions] if has_topk else None,
+        topk_ids=topk_ids if has_topk else None,
+        topk_logprobs=topk_logprobs if has_topk else None,
         turns=[c.turns for c in completions] if has_turns else None,
         answer_ids=[c.answer_ids for c in completions],
     )

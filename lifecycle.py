@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import moe_model
-from batch import Completion, Group, Request, RolloutBatch
+from batch import Completion, Group, Request, RolloutBatch, verdicts_of
 from configure import config_warnings, stage_configs, widest
 from data.chat import load_tokenizer
 from data.history import PromptHistory
@@ -796,7 +796,7 @@ def prompt_outcomes(verdicts: list[Verdict], eval_sets: EvalSets, config: Config
 
 def log_evaluation(run: Run, completions: list[Completion]) -> None:
     """Record and log the result of an evaluation; outcomes.json holds it prompt by prompt. Collective."""
-    verdicts = [completion.verdict for completion in completions]
+    verdicts = verdicts_of(completions)
     run.pool.latencies = []  # only latencies of training are reported
     metrics = evaluation_metrics(completions, verdicts, run.eval_sets, run.config)
     run.state.add_evaluation(metrics, run.rule)
@@ -871,7 +871,7 @@ def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str,
     metrics |= schedule_metrics(sampled, run.pool, run.clock.step["rollout"], seconds)
     if config.has_turns:
         metrics |= turn_metrics([completion for group in sampled for completion in group.completions])
-    verdicts = [c.verdict for group in sampled for c in group.completions]
+    verdicts = verdicts_of([completion for group in sampled for completion in group.completions])
     check_verdicts(verdicts, config.reward.max_failed_frac, f"step {run.state.step + 1}")
     num_invalid, num_routes = metrics["invalid_routes_frac"]
     check_routes(int(num_invalid), int(num_routes), config.rollout.max_invalid_routes)

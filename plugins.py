@@ -81,6 +81,8 @@ def plugin_selection(advantages: Tensor, batch: RolloutBatch, config: Config, st
 
     Collective if the plug-in calls collectives.
     """
+    if batch.old_logprobs is None or batch.entropy is None:  # every group was dropped
+        return advantages
     places: Counter[int] = Counter()  # of a row in its group: equal completions draw different numbers
     seeds = []
     for group, prompt, ids in zip(batch.group_index.tolist(), batch.prompt_ids, batch.completion_ids):

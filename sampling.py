@@ -148,7 +148,10 @@ def generate(run: Run, requests: list[Request], prompts: list[Prompt], phase: st
             for index, completion in enumerate(completions):
                 submit(run, index, prompts[index], completion)
         verdicts = run.pool.collect()
-    return [replace(c, verdict=verdicts.get(index, c.verdict)) for index, c in enumerate(completions)]
+    return [
+        completion if completion.verdict else replace(completion, verdict=verdicts[index])
+        for index, completion in enumerate(completions)
+    ]
 
 
 def submit(run: Run, key: Hashable, prompt: Prompt, completion: Completion) -> None:

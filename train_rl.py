@@ -502,7 +502,7 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
     """
     algorithm = config.algorithm
     advantages = completion_advantages(batch, algorithm).unsqueeze(1) * batch.response_mask  # [B, T]
-    if config.zero_variance.rl_zvp and batch.prompts:
+    if config.zero_variance.rl_zvp and batch.entropy is not None:  # None: every group was dropped
         rows = batch.is_tied & batch.valid  # [B]
         advantages[rows] = rl_zvp_advantages(
             batch.entropy[rows], batch.response_mask[rows], batch.scores[rows] > 0,
@@ -527,9 +527,7 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step:
         reasons = batch.finish_reason
         was_cut = torch.tensor([reason in ("length", "context") for reason in reasons], dtype=torch.bool)
         advantages = advantages.masked_fill(was_cut.unsqueeze(1), 0.0)
-    if algorithm.select is None or batch.entropy is None:  # no entropy: every group was dropped
-        return advantages
-    return plugin_selection(advantages, batch, config, step)
+    return advantages if algorithm.select is None else plugin_selection(advantages, batch, config, step)
 
 
 # ============================================================================================================
@@ -839,6 +837,7 @@ def policy_loss(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, 
     if inputs.added_gain is not None:
         gain = gain + inputs.added_gain
     if settings.kl_coef > 0:
+        assert inputs.ref_logprobs is not None, "algorithm.kl_coef needs the reference model's pass"
         log_ref_ratio = (inputs.ref_logprobs - inputs.logprobs).clamp(max=MAX_LOG_RATIO)
         statistics["ref_kl_k3"] = log_ref_ratio.expm1() - log_ref_ratio  # k3, >= 0
         gain = gain - settings.kl_coef * statistics["ref_kl_k3"]
@@ -985,10 +984,13 @@ def forward_batch(
             topk[row] = values.cpu()
         if outputs.route_mismatch is not None:
             mismatch[micro_batch] = outputs.route_mismatch.float().cpu()
-    routes = None if any(ids is None for ids in routes) else routes
-    topk = None if any(values is None for values in topk) else topk
-    mismatch = None if batch.routed_experts is None else mismatch
-    return PolicyOutputs(logprobs, entropy, routes, mismatch, topk)
+    return PolicyOutputs(
+        logprobs,
+        entropy,
+        None if any(ids is None for ids in routes) else routes,
+        None if batch.routed_experts is None else mismatch,
+        None if any(values is None for values in topk) else topk,
+    )
 
 
 def needs_old_pass(config: Config) -> bool:
@@ -1060,12 +1062,12 @@ def loss_inputs(
 ) -> tuple[LossInputs, Tensor]:
     """Return the inputs of the loss of some rows, and the correction that is a factor of the advantages."""
 
-    def take(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[rows].to(outputs.logprobs.device)  # [b, T]
+    def take(values: Tensor) -> Tensor:
+        return values[rows].to(outputs.logprobs.device)  # [b, T]
 
     mask = take(batch.response_mask)
     rollout = take(batch.rollout_logprobs)
-    recorded = take(batch.old_logprobs)
+    recorded = None if batch.old_logprobs is None else take(batch.old_logprobs)
     old = old_logprobs_of(outputs.logprobs, recorded, rollout, has_moved, algorithm.old_policy)
     entropy = outputs.entropy.detach() if batch.entropy is None else take(batch.entropy)
     correction = correction_of(old, rollout, mask, algorithm)
@@ -1073,7 +1075,7 @@ def loss_inputs(
         logprobs=outputs.logprobs,
         old_logprobs=old,
         rollout_logprobs=rollout,
-        ref_logprobs=take(batch.ref_logprobs),
+        ref_logprobs=None if batch.ref_logprobs is None else take(batch.ref_logprobs),
         advantages=take(batch.advantages) * correction,
         entropy=entropy,
         token_groups=token_groups_of(entropy, mask, algorithm),

@@ -21,10 +21,10 @@ class PromptHistory:
     tried: Tensor  # [prompts] float64, decayed number of verdicts
     mean_tokens: Tensor  # [prompts] float64, mean completion length at the last visit, 0: unknown
     last_step: Tensor  # [prompts] int64, the step of the last visit, -1: never sampled
-    streak: Tensor | None = None  # [prompts] int64, GRESO: consecutive visits all right; below 0: all wrong
-    explore: Tensor | None = None  # [2] float64, GRESO: p_e of prompts that were all right, and all wrong
-    unsolved: Tensor | None = None  # [prompts] float64, decayed number of fully wrong completions
-    mean_turns: Tensor | None = None  # [prompts] float64, mean turns at the last visit, 0: unknown
+    streak: Tensor = None  # type: ignore[assignment]  # [prompts] int64, GRESO: consecutive visits all right; below 0: all wrong
+    explore: Tensor = None  # type: ignore[assignment]  # [2] float64, GRESO: p_e of prompts that were all right, and all wrong
+    unsolved: Tensor = None  # type: ignore[assignment]  # [prompts] float64, decayed number of fully wrong completions
+    mean_turns: Tensor = None  # type: ignore[assignment]  # [prompts] float64, mean turns at the last visit, 0: unknown
 
     def __post_init__(self):
         """Fill in the fields that an offline score does not have; GRESO starts with p_e = 0.5."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from batch import Completion, Group, GroupOutcome, RolloutBatch, Turn
+from batch import Completion, Group, GroupOutcome, RolloutBatch, Turn, verdicts_of
 from runtime.checkpoint import TrainState, writing
 from settings import Config
 
@@ -68,7 +68,7 @@ def exact_sum(values: Iterable[float]) -> Fraction:
 def rollout_metrics(groups: list[Group], binary: bool, invalid_route: int) -> dict[str, tuple[float, float]]:
     """Measure all completions sampled on this rank, dropped groups included, as (sum, count)."""
     completions = [c for group in groups for c in group.completions]
-    verdicts = [c.verdict for c in completions]
+    verdicts = verdicts_of(completions)
     outcomes = [group.outcome(binary) for group in groups]
     equal = [o for o in outcomes if not o.has_variance]
     lengths = [c.num_sampled for c in completions]
@@ -223,7 +223,7 @@ def token_metrics(
         entropy_groups = values.pop("entropy_group")
         if "ratio" in values:
             values["abs_log_ratio"] = values["ratio"].clamp(min=1e-30).log().abs()
-        if "mismatch_weight" in values and batch.advantages is not None:
+        if "mismatch_weight" in values:
             excess = (1 - values["mismatch_weight"]) * batch.advantages[rows][mask]  # [tokens]
             for name, sign in (("skew_positive", 1), ("skew_negative", -1)):
                 chosen = batch.advantages[rows][mask].sign() == sign

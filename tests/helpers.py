@@ -119,7 +119,7 @@ def make_batch(
         name: torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows]).reshape(num, width)
         for name, rows in ragged.items()
     }
-    return RolloutBatch(
+    batch = RolloutBatch(
         prompts=make_prompts(num),
         prompt_ids=prompt_ids or [[1]] * num,
         completion_ids=completion_ids,
@@ -131,8 +131,11 @@ def make_batch(
         group_index=torch.tensor(group_index or [0] * num, dtype=torch.int64),
         minibatch=torch.zeros(num, dtype=torch.int64),
         valid=torch.ones(num, dtype=torch.bool),
-        **fields,
+        rollout_logprobs=fields.pop("rollout_logprobs"),
     )
+    for name, values in fields.items():
+        setattr(batch, name, values)
+    return batch
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Episodes of several turns: formats of calls, the text between turns, tools, environments, limits."""
 
+import copy
 import json
 import os
 import random
@@ -388,7 +389,10 @@ def with_holes(batch: RolloutBatch, generator: torch.Generator) -> tuple[Rollout
     tensors["response_mask"] = torch.zeros(num, 2 * width, dtype=torch.bool).scatter(
         1, order, batch.response_mask
     )
-    return replace(batch, **tensors), order
+    spread_batch = copy.copy(batch)
+    for name, values in tensors.items():
+        setattr(spread_batch, name, values)
+    return spread_batch, order
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda path: path.stem)

@@ -725,7 +725,7 @@ def test_equal_weights_have_an_effective_sample_size_of_1_or_nan(difference, one
     values = torch.ones(2, 5)
     statistics = M.mismatch_statistics(difference * values - 1, -values)
     statistics |= {"ratio": values, "entropy_group": torch.zeros(2, 5).long()}
-    batch = make_batch([[0] * 5] * 2)
+    batch = make_batch([[0] * 5] * 2, advantages=[[0.0] * 5] * 2)
     reduced = M.reduce_metrics(M.token_metrics(batch, [([0, 1], statistics)], num_entropy_groups=2))
     k3 = reduced["mismatch_k3"]
     sizes = M.effective_sample_size(reduced)
