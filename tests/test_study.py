@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from scipy.stats import ttest_1samp
 from test_table import write_run
 
 from data.chains import sample_sets
@@ -23,7 +22,7 @@ from experiments.declaration import read_declaration
 from experiments.report import Run, make_run
 from experiments.studies import tables
 from experiments.studies.clip_scale import scaling
-from experiments.studies.elimination_tuned import charged, pools, slopes
+from experiments.studies.elimination_tuned import pools
 from experiments.studies.order_of_prompts import parts
 from train_rl import load_config
 
@@ -363,58 +362,6 @@ def test_a_seed_of_two_machines_or_commits_is_not_kept(small_study, capsys):
 # ---- the share of prompts without variance -----------------------------------------------------------------
 
 
-def test_the_slope_of_an_instance_is_over_its_mean_gains():
-    """Gains of 0.1 x share + 0.02 in instance 0 and of 0.3 x share in instance 1; seed 4 lacks a row."""
-    rows = {}
-    for share, (online, parent) in slopes.ROWS.items():
-        gains = [0.1 * share + 0.01, 0.1 * share + 0.03, 0.3 * share, 0.3 * share, 9.0]
-        rows[parent] = [finished_run(parent, seed, 0.2) for seed in range(5 if share > 0.6 else 4)]
-        rows[online] = [finished_run(online, seed, 0.2 + gain) for seed, gain in enumerate(gains)]
-    data = slopes.measure(rows)
-    assert [figures["seeds"] for figures in data] == [[0, 1], [2, 3]]
-    assert [figures["slope"] for figures in data] == pytest.approx([0.1, 0.3])
-    assert data[0]["gains"] == pytest.approx({"0.7": 0.09, "0.5": 0.07, "0.3": 0.05})
-    p = ttest_1samp([0.1, 0.3], 0.0).pvalue
-    line = f"| 2 | +0.1500 | +0.1100 | +0.0700 | +0.200 | -1.071 to +1.471 | {p:.3f} |"
-    assert slopes.table_lines(data)[2] == line
-
-
-def test_the_table_of_slopes_is_made_from_the_records_and_has_their_note(tmp_path):
-    """The JSON of an earlier measurement could be older than the records."""
-    with (tmp_path / "runs.jsonl").open("w") as file:
-        for share, pair in slopes.ROWS.items():
-            for row, gain in zip(pair, (0.2 * share, 0.0)):
-                for seed in range(4):
-                    value = 0.5 + gain * (1 + seed)
-                    steps = dict.fromkeys(("step", "generated_tokens", *report.STEP_KEYS), [1, 2])
-                    evaluations = {
-                        "step": [0, 2],
-                        "generated_tokens": [0, 2],
-                        "eval/additions/avg_at_8": [0.1, value],
-                    }
-                    record = {"row": row, "seed": seed, "steps": steps, "evaluations": evaluations}
-                    if (row, seed) != ("grpo", 3):
-                        file.write(json.dumps(record) + "\n")
-    comment = "module experiments.studies.elimination_tuned.slopes runs.jsonl"
-    *table, _, note = report.expected_lines(comment, tmp_path)
-    assert table[2].startswith("| 2 | +0.3150 | +0.2250 | +0.1350 | +0.450 |"), "seeds 0 to 2"
-    assert "3 of grpo" in note and note.startswith(report.NOTE)
-
-
-def test_tokens_of_a_scoring_come_out_of_the_budget():
-    """Curves from 0 to 1 over 100,000 tokens, so that pass@1 is the share of the budget that training has."""
-    tokens = np.array([0.0, 50_000.0, 100_000.0])
-    runs = [
-        Run({"row": "grpo_skip", "seed": seed}, "made", None, {}, tokens, tokens, tokens / 1e5, scoring)
-        for seed, scoring in enumerate((40_000, 20_000, 70_000, None))
-    ]
-    parents = [finished_run("grpo", seed, 0.5) for seed in (0, 1, 2, 3)]
-    data = charged.measure({"grpo_skip": runs, "grpo": parents})
-    assert [figures["value"] for figures in data] == pytest.approx([0.6, 0.8, 0.3])
-    assert charged.differences_of(data) == pytest.approx([0.2, -0.2]), "the mean of two seeds, and of one"
-    assert charged.table_lines(data)[2].startswith("| 2 | 56,667 | 0.5667 | 0.5000 | +0.0000 |")
-
-
 def finished_run(row: str, seed: int, value: float) -> Run:
     """Make a run whose final metric is a value."""
     record = {"row": row, "seed": seed}
@@ -539,10 +486,9 @@ def test_the_clip_follows_the_entropy_over_a_run():
         )
 
 
-@pytest.mark.parametrize("module", [scaling, slopes, charged], ids=lambda module: module.__name__)
-def test_a_measurement_without_common_seeds_is_refused(module):
+def test_a_measurement_without_common_seeds_is_refused():
     with pytest.raises(ValueError, match="no seed"):
-        module.measure({"short_002": [made_run("short_002", 0, 0.5, 0.15, 40)]})
+        scaling.measure({"short_002": [made_run("short_002", 0, 0.5, 0.15, 40)]})
 
 
 def test_the_command_of_a_module_prints_its_tables(monkeypatch, capsys):

@@ -23,7 +23,6 @@ from conftest import ROOT
 from scipy.stats import ttest_ind, ttest_rel
 
 from experiments import declaration, report, run
-from experiments.studies.score_centering import secondary
 from runtime.checkpoint import prepare_run_dir
 from runtime.config import flat_settings
 from tests import preloaded
@@ -1246,39 +1245,6 @@ def test_falls_are_runs_that_end_below_their_start(tmp_path, monkeypatch, capsys
     options = ("--parent", "none", "--metric", "train/score", "--columns", "row", "falls")
     table, printed = make(tmp_path / "runs", *options, capsys=capsys)
     assert cells(printed)["none"] == ["none", "6"] and cells(printed)["tis"] == ["tis", "1"]
-    records = write_record(tmp_path / "runs.jsonl", *folders[:-1])
-    file = tmp_path / "scores.json"
-    options = ("--failed", "none:6", "--json", str(file))
-    monkeypatch.setattr(sys, "argv", ["secondary", str(records), *options])
-    secondary.main()
-    # seven of seven and one of five: with 8 falls among 12 runs, no table is as rare as this one
-    p = math.comb(7, 7) * math.comb(5, 1) / math.comb(12, 8)
-    lines = secondary.table_lines(json.loads(file.read_text()))
-    assert lines[2:] == [
-        f"| no remedy | none, rl_zvp | 7 | 7 | {p:.3f} |",
-        f"| a remedy | tis, centering, both, rl_zvp_centering | 5 | 1 | {p:.3f} |",
-    ]
-
-
-def test_effects_of_rl_zvp_are_paired_by_seed():
-    """Seed 3 lacks a row, and seed 4 failed."""
-    last = {
-        "none": [0.5, 0.6, 0.7, 0.9, 0.9], "rl_zvp": [0.4, 0.3, 0.6, 0.9, 0.9],
-        "centering": [0.8, 0.8, 0.9, 0.9, 0.9], "rl_zvp_centering": [0.8, 0.9, 0.9, None, 0.9],
-    }  # fmt: skip
-    data = [
-        {"row": row, "seed": seed, "first": 0.3, "last": None if seed == 4 else value}
-        for row, values in last.items()
-        for seed, value in enumerate(values)
-        if value is not None
-    ]
-    _, _, without, with_centering, difference = secondary.effect_lines(data)
-    p = ttest_rel([0.4, 0.3, 0.6], [0.5, 0.6, 0.7]).pvalue
-    assert without.startswith("| without centering | 3 | -0.1667 |") and without.endswith(f"| {p:.3f} |")
-    assert with_centering.startswith("| with centering | 3 | +0.0333 |")
-    half = T_975[2] * statistics.stdev([-0.1, -0.4, -0.1]) / math.sqrt(3)
-    interval = f"{-0.2 - half:+.4f} to {-0.2 + half:+.4f}"
-    assert difference.startswith(f"| without minus with | 3 | -0.2000 | {interval} |")
 
 
 def test_final_metrics_are_compared_seed_by_seed(tmp_path, capsys):
