@@ -220,7 +220,7 @@ class RolloutBatch:
     rewards: Tensor = field(init=False)  # [B]; this and advantages do not exist before their phase
     advantages: Tensor = field(init=False)  # [B, T]
     replaced: Tensor | None = None  # [B] bool, completions whose advantages an extra has replaced
-    extras: dict[str, Any] = field(default_factory=dict)  # what each extra keeps for the step, by its name
+    extras: dict[str, Any] = field(default_factory=dict)  # {name of an extra: its values of the step}
     turns: list[tuple[Turn, ...]] | None = None  # [B]; None: no completion has inserted tokens
     answer_ids: list[list[int]] = field(default_factory=list)  # [B] ragged, the scored tokens of completions
 

@@ -145,7 +145,7 @@ class Run:
     interaction: Interaction | None  # tools and environment; None without
     trainer: Any  # DeepSpeed's engine around the policy
     reference: moe_model.Policy | None  # the initial policy, for a KL penalty
-    extras: dict[str, Any]  # what each active extra keeps for a launch (extras/base.py)
+    extras: dict[str, Any]  # {name of an extra: its objects of the launch}
     judge: Any  # of judges.py; None without a judge
     generation_config: str | None  # text of generation_config.json, which may list more end-of-sequence ids
     signals: Signals

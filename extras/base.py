@@ -33,7 +33,7 @@ from extras.settings import SECTIONS
 
 @dataclass
 class Launch:
-    """What check() and build() of an extra see of a run that is being set up."""
+    """The parts of a run in set-up that check() and build() of an extra read."""
 
     config: Any  # with the largest sizes of all stages
     configs: list  # settings of each stage
@@ -62,7 +62,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What gain() sees of the rows of a micro-batch."""
+    """The rows of a micro-batch, and two functions of train_rl.py, for gain()."""
 
     inputs: LossInputs
     outputs: PolicyOutputs  # of the update's forward pass, with gradient

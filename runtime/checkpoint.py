@@ -65,7 +65,7 @@ class TrainState:
     stage: StagePosition = field(default_factory=StagePosition)
     judge: str | None = None  # digest of the weights of reward.judge_path
     reference: str | None = None  # digest of the weights of model.path, if there is a KL penalty to them
-    extras: dict[str, dict] = field(default_factory=dict)  # what each extra keeps, by its name
+    extras: dict[str, dict] = field(default_factory=dict)  # {name of an extra: its values}
 
     def __post_init__(self):
         if isinstance(self.stage, dict):  # as read from state.json
