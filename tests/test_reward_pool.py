@@ -94,15 +94,19 @@ def hangs(completion, answer):
 def deaf(completion, answer):
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     while True: time.sleep(1)
+def marks(completion, answer):
+    open(completion, "w").close(); hangs(completion, answer)
 def aborts(completion, answer): os.abort()
+def killed(completion, answer): os.kill(os.getpid(), 9)
 def leaves(completion, answer): sys.exit(0)
 def eats(completion, answer):
     kept = []
     while True: kept.append(bytearray(1 << 24))
 def floods(completion, answer):
     for _ in range(100):
-        os.write(1, b"x" * (1 << 20)); sys.stdout.write("y" * 1000); os.write(2, b"z" * (1 << 20))
-    return 1.0
+        for fd in (1, 2): os.write(fd, b'[1.0, "ok", ""]\\n' * (1 << 16))
+        sys.stdout.write("y" * 1000)
+    print("[0.0]"); os.system("echo [1.0]"); sys.stdin.read(); return 1.0
 def sleeps(completion, answer):
     time.sleep(float(completion)); return 1.0
 """
@@ -295,8 +299,8 @@ def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, mon
 
 @pytest.mark.parametrize(
     "name, status, restarts",
-    [("deaf", "timeout", 1), ("aborts", "error", 1), ("leaves", "error", 1), ("eats", "error", 1),
-     ("floods", "ok", 0)],
+    [("hangs", "timeout", 1), ("deaf", "timeout", 1), ("aborts", "error", 1), ("killed", "error", 1),
+     ("leaves", "error", 1), ("eats", "error", 1), ("floods", "ok", 0)],
 )  # fmt: skip
 def test_a_function_that_misbehaves_costs_only_one_item(name, status, restarts, own, monkeypatch):
     """`deaf` ignores the alarm, so the pool kills the worker after the grace period."""
@@ -309,8 +313,10 @@ def test_a_function_that_misbehaves_costs_only_one_item(name, status, restarts, 
             pool.submit(key, "exact", "a", "a")
         pool.submit("after", "own_rewards:given", "x", "1")
         verdicts = pool.collect()
-        assert pool.num_restarts == restarts and len(pool.latencies) == 23
-    assert verdicts.pop("bad").status == status
+        counts = (pool.num_restarts, pool.num_timeouts, pool.num_errors, len(pool.latencies))
+        assert counts == (restarts, status == "timeout", status == "error", 23)
+    bad = verdicts.pop("bad")
+    assert bad.status == status and ("-9" in bad.detail) == (name == "killed")
     assert set(verdicts.values()) == {OK} and len(verdicts) == 22
 
 
@@ -453,21 +459,25 @@ def test_a_stopped_or_killed_guard_does_not_delay_close(own, monkeypatch):
 KILLED = """
 import os, signal, sys
 from reward import RewardPool
-pool = RewardPool(1, timeout_s=3000.0)
+pool = RewardPool(2, timeout_s=3000.0)
 pool.submit(0, "own_rewards:forks", "stays", "")
 pool.submit(1, "own_rewards:flees", "stays", sys.argv[1])
 pool.collect()
-print(pool._workers[0].process.pid, flush=True)
+pool.submit(2, "own_rewards:marks", sys.argv[2], "")
+while not os.path.exists(sys.argv[2]): pool.poll()
+print(*(worker.process.pid for worker in pool._workers), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_child_processes_of_a_function_end_with_a_killed_run(own):
+def test_all_processes_of_a_pool_end_with_a_killed_run(own, tmp_path):
+    """One worker is idle, the other one computes; both have children."""
     seconds = f"3004.{os.getpid()}"
-    command = [sys.executable, "-c", KILLED, seconds]
+    command = [sys.executable, "-c", KILLED, seconds, tmp_path / "mark"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    wait_until_none(group_of, int(done.stdout))
+    for leader in map(int, done.stdout.split()):
+        wait_until_none(group_of, leader)
     wait_until_none(sleepers, seconds)
 
 
