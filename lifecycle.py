@@ -55,21 +55,8 @@ from memory_plan import (
     with_sleep_level,
 )
 from moe_model import num_experts_of
-from reward import (
-    RewardPool,
-    Verdict,
-    check_functions,
-    impossible_references,
-    score_of,
-    start_pool,
-)
-from rollout import (
-    RolloutEngine,
-    SyncReport,
-    check_driver,
-    invalid_route,
-    stops_of,
-)
+from reward import RewardPool, Verdict, check_functions, impossible_references, score_of, start_pool
+from rollout import RolloutEngine, SyncReport, check_driver, invalid_route, stops_of
 from runtime.agreement import check_ranks_agree, wait_for_ranks
 from runtime.checkpoint import (
     HashingWriter,
@@ -173,15 +160,51 @@ def set_up(config: Config) -> Run | None:
         check_ranks(stage_config, dist.get_world_size())
     lock, checkpoint, record = open_run_dir(config)
     state = state_of(record, config) if record else TrainState()
-    given = config
-    config = with_sleep(with_dtype(config, record))
-    if is_finished(config, checkpoint, state):
-        report_finished(config, checkpoint, state)
+    resolved = with_sleep(with_dtype(config, record))
+    if is_finished(resolved, checkpoint, state):
+        report_finished(resolved, checkpoint, state)
         return None
     clock.total = state.seconds
     watchdog.follow(state, Path(config.run.dir))
+    data = prepare_data(resolved, checkpoint, state, accelerator.device)
+    launch = data.launch
+    loaded = launch.loaded
+    evaluates = begins_with_evaluation(state, launch.configs, loaded)
+    record_launch(config, record, loaded, resolved.model.dtype, evaluates, launch.models())
+    start_trackers(accelerator, resolved, state.step)
+    with clock("setup"):
+        models = build_engine_and_policy(resolved, data, accelerator.device)
+        history = PromptHistory.from_offline(data.offline_scores, launch.configs[0].rollout.group_size)
+        if checkpoint:
+            history = resume(checkpoint, models["trainer"], history, loaded.train, resolved)
+    stage = state.stage.number
+    return Run(
+        config=launch.configs[stage], run_config=resolved, stage_configs=launch.configs,
+        offers=launch.offers[stage], stage_offers=launch.offers, lock=lock, accelerator=accelerator,
+        clock=clock, watchdog=watchdog, state=state, history=history, tokenizer=launch.tokenizer,
+        prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, pool=data.pool,
+        interaction=data.interaction, extras=launch.extras, signals=listen(resolved),
+        generation_config=read_generation_config(data.model_dir), progress=progress_bar(resolved, state),
+        **models,
+    )  # fmt: skip
 
-    # ---- prompts, reward workers ----
+
+@dataclass
+class LaunchData:
+    """The data and workers of a launch, checked before an engine starts."""
+
+    launch: Launch  # settings of the stages, tokenizer, prompts, state of the extras
+    model_dir: Path
+    ep_group: Any  # process group of the ranks that share the experts
+    pool: RewardPool
+    interaction: Interaction | None
+    offline_scores: list[OfflineScore | None]
+
+
+def prepare_data(
+    config: Config, checkpoint: Path | None, state: TrainState, device: torch.device
+) -> LaunchData:
+    """Check model, memory and files, load the prompts, and start the reward workers. Collective."""
     model_dir = moe_model.model_folder(checkpoint / "model" if checkpoint else config.model.path)
     hf_config = moe_model.load_config(model_dir)
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts_of(hf_config))
@@ -198,33 +221,24 @@ def set_up(config: Config) -> Run | None:
     launch = Launch(largest, configs, hf_config, tokenizer, loaded, offers, state, max_model_len(largest))
     launch.check()
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
-    announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
-    evaluates = begins_with_evaluation(state, configs, loaded)
-    record_launch(given, record, loaded, config.model.dtype, evaluates, launch.models())
-    start_trackers(accelerator, config, state.step)
+    announce(configs, hf_config, loaded, model_dir, tokenizer, device, memory_line)
+    return LaunchData(launch, model_dir, ep_group, pool, interaction, offline_scores)
 
-    # ---- engine, policy ----
-    with clock("setup"):
-        # A scalar judge is loaded first, because the engine takes the GPU memory that is free then.
-        scalar_judge = load_judge(config.reward) if config.reward.judge == "scalar" else None
-        engine = start_engine(largest, hf_config, model_dir)
-        judge = scalar_judge or load_judge(config.reward)
-        dist.barrier()
-        trainer = build_trainer(config, active(largest), model_dir, ep_group, accelerator.device)
-        reference = build_reference(largest, ep_group, accelerator.device)
-        launch.build(ep_group, accelerator.device)
-        history = PromptHistory.from_offline(offline_scores, configs[0].rollout.group_size)
-        if checkpoint:
-            history = resume(checkpoint, trainer, history, loaded.train, config)
-    return Run(
-        config=configs[state.stage.number], run_config=config, stage_configs=configs,
-        offers=offers[state.stage.number], stage_offers=offers, lock=lock, accelerator=accelerator,
-        clock=clock, watchdog=watchdog, state=state, history=history, tokenizer=tokenizer,
-        prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, engine=engine,
-        pool=pool, interaction=interaction, trainer=trainer, reference=reference,
-        extras=launch.extras, judge=judge, signals=listen(config),
-        generation_config=read_generation_config(model_dir), progress=progress_bar(config, state),
-    )  # fmt: skip
+
+def build_engine_and_policy(config: Config, data: LaunchData, device: torch.device) -> dict[str, Any]:
+    """Start the engine, and build judge, policy and reference, as fields of Run. Collective.
+
+    A scalar judge is loaded first, because the engine takes the GPU memory that is free then.
+    """
+    launch = data.launch
+    scalar_judge = load_judge(config.reward) if config.reward.judge == "scalar" else None
+    engine = start_engine(launch.config, launch.hf_config, data.model_dir)
+    judge = scalar_judge or load_judge(config.reward)
+    dist.barrier()
+    trainer = build_trainer(config, active(launch.config), data.model_dir, data.ep_group, device)
+    reference = build_reference(launch.config, data.ep_group, device)
+    launch.build(data.ep_group, device)
+    return {"engine": engine, "judge": judge, "trainer": trainer, "reference": reference}
 
 
 def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:

@@ -478,10 +478,7 @@ class RolloutSettings(Section):
         ge=1,
     )
     max_turns: int = setting(
-        8,
-        "end an episode after this many turns of the policy (data.tools, data.environment)",
-        ge=1,
-        le=1000,
+        8, "end an episode after this many turns of the policy (data.tools, data.environment)", ge=1, le=1000
     )
     tool_timeout_s: float = setting(
         10.0,
@@ -850,10 +847,7 @@ class RewardSettings(Section):
         le=86400,
     )
     code_memory_gib: float = setting(
-        1.0,
-        "address space of a program of kind code, in GiB; at most memory_gib",
-        gt=0,
-        le=65536,
+        1.0, "address space of a program of kind code, in GiB; at most memory_gib", gt=0, le=65536
     )
     overlong_buffer: int = setting(
         0,
@@ -1045,8 +1039,7 @@ class Config(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     run: RunSettings = RunSettings()
     stages: list[Stage] = setting(
-        [],
-        "parts of the run, in their order, each with settings of its own (docs/stages.md); []: one stage",
+        [], "parts of the run, in their order, each with settings of its own (docs/stages.md); []: one stage"
     )
 
     @property

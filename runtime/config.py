@@ -236,12 +236,7 @@ def read_override(text: str) -> dict:
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-def read_config(
-    schema: type[Schema],
-    argv: list[str],
-    prog: str,
-    description: str = "",
-) -> Schema:
+def read_config(schema: type[Schema], argv: list[str], prog: str, description: str = "") -> Schema:
     """Read a command line: defaults < the YAML files of --config, in order < section.key=value.
 
     ValueError names the setting and the remedy.

@@ -815,10 +815,7 @@ def test_every_file_of_the_user_is_recorded(tmp_path, monkeypatch):
     own = "more/mine.py:short"
     assert digests.keys() == {own, "other.py:score", "mine.py:gain", "t.py:add", "g.py:Go"}
     expected = hashlib.sha256((tmp_path / "more" / "mine.py").read_bytes()).hexdigest()[:16]
-    assert (digests[own], digests["t.py:add"]) == (
-        expected,
-        None,
-    )  # no such file
+    assert (digests[own], digests["t.py:add"]) == (expected, None)  # no such file
     checkpoint.save_source(tmp_path / "source", map(file_of, digests))
     copies = {file.name: file.read_text() for file in (tmp_path / "source").glob("*mine.py")}
     assert copies.keys() == {"mine.py", f"{expected}_mine.py"}
