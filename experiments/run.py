@@ -17,12 +17,11 @@ use --jobs 1, because every run takes the first GPUs, as many as --ranks.
 
 --row STUDY/ROW runs experiments/studies/STUDY/ROW.yaml with one seed and the recorded settings, and prints
 the new figures beside the recorded figures. If several records of the study hold the row and seed, --record
-names one of them, for example chains_third.jsonl. If this version lacks a recorded setting or value, for
-example a clip that has become a plug-in, the YAML is kept there, and a note says so. The run begins with the
-recorded start weights, brought from history if needed, with the prompts beside them (starts.py). If
-data/built lacks the model or prompts of the environment, prepare.sh of the study, experiments/prepare.sh or
-data.tiny builds both first. The commands in the study's README make all other files. model.ep_size is that of
-the record.
+names one of them, for example chains_third.jsonl. Recorded settings of an earlier version are read by their
+present names (runtime/old_settings.py). The run begins with the recorded start weights, brought from history
+if needed, with the prompts beside them (starts.py). If data/built lacks the model or prompts of the
+environment, prepare.sh of the study, experiments/prepare.sh or data.tiny builds both first. The commands in
+the study's README make all other files. model.ep_size is that of the record.
 
 A row may name kept weights, for example `model: {path: experiments/starts/habits/model}`. Before any run they
 are brought from history if they have left the tree, and their files are compared with their digests.
@@ -48,7 +47,6 @@ from types import ModuleType
 
 import psutil
 import yaml
-from pydantic import BaseModel, ValidationError
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -441,16 +439,6 @@ def check_starts(runs: list[Run], dry_run: bool = False) -> None:
         raise ValueError("\n".join(problems))
 
 
-def is_valid(schema: type[BaseModel], name: str, value: object) -> bool:
-    """Tell whether this version knows a setting and accepts the value by itself."""
-    section, _, key = name.partition(".")
-    try:
-        schema.model_validate({section: {key: value}})
-    except ValidationError as error:
-        return all(item["loc"][:2] != (section, key) for item in error.errors())
-    return True
-
-
 def nested_stages(flat: dict[str, object]) -> list[dict]:
     """Return the stages of recorded settings, for example {"stages[0].until.steps": 18} as a nested list."""
     stages: dict[int, dict] = {}
@@ -468,9 +456,6 @@ def recorded_settings(args: argparse.Namespace, recorded: dict) -> list[str]:
     """List the recorded settings that the row's YAML lacks, for example eval.every=100 of a command line.
 
     Also model.ep_size, because plan() would set it to the number of ranks, which may have been another one.
-    The YAML's value is kept, with a note, for a recorded setting or value that this version lacks. If that
-    is one of the section `algorithm`, the whole section of the YAML is kept: a method of the record is a
-    plug-in now, and the plug-in's arguments replace several settings.
     """
     script = load_script(from_root(args.script))
     defaults = flat_settings(script.Config().model_dump(mode="json"))
@@ -481,18 +466,9 @@ def recorded_settings(args: argparse.Namespace, recorded: dict) -> list[str]:
     overrides = [] if stages == nested_stages(present) else [f"stages={json.dumps(stages)}"]
     overrides.append(f"model.ep_size={past.get('model.ep_size', defaults['model.ep_size'])}")
     names = [n for n in past | present if past.get(n) != present.get(n) and not n.startswith("stages[")]
-    unknown = [name for name in names if name in past and not is_valid(script.Config, name, past[name])]
-    has_other_method = any(name.startswith("algorithm.") for name in unknown)
     for name in names:
-        is_kept = name in unknown or (has_other_method and name.startswith("algorithm."))
-        if name not in ("run.dir", "train.seed", "model.ep_size") and not is_kept:
+        if name not in ("run.dir", "train.seed", "model.ep_size"):
             overrides.append(f"{name}={json.dumps(past.get(name, defaults.get(name)))}")
-    if unknown:
-        texts = ", ".join(f"{name}={json.dumps(past[name])}" for name in unknown)
-        section = ", and its whole section `algorithm`" if has_other_method else ""
-        print(
-            f"note: this version lacks the recorded {texts}; the YAML is kept there{section}", file=sys.stderr
-        )
     return overrides
 
 
