@@ -1,7 +1,7 @@
 """Show in which regime each environment trains: entropy, clips, spread of the ratios, zero variance.
 
     python -m experiments.records get real_regime
-    python -m experiments.studies.real_regime.panel --runs runs/records/real_regime --plot panel.png
+    python -m experiments.studies.real_regime.panel --runs runs/records/real_regime
 
 Reads ENVIRONMENT_RATE.jsonl of a folder, for example sums_own.jsonl: the whole records of an environment's
 rows at a third of its learning rate (third), at that rate (own), and at three times that rate (triple).
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import report
-from experiments.bench.common import make_parser, markdown, pyplot, write_json
+from experiments.bench.common import make_parser, markdown, write_json
 
 FOLDER = Path(__file__).parent
 RATES = ("third", "own", "triple")
@@ -161,37 +161,9 @@ def alpha_of(run: dict) -> float:
     return min(ALPHAS, key=lambda alpha: abs(run["cut"][str(alpha)] - TARGET))
 
 
-def plot(data: list[dict], file: Path) -> None:
-    """Plot the spread of the ratios against the length of completions, and the cut share against alpha."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for i, environment in enumerate(ENVIRONMENTS):
-        for run in chosen(data, environment=environment, method="grpo", rate="own"):
-            for kind, style in (("completion", "-"), ("uncertain", "--")):
-                spread = run["spread"][kind]
-                lengths = [0.75 * int(length) for length in spread]  # the middle of N / 2 to N
-                label = environment if kind == "completion" else None
-                left.plot(lengths, list(spread.values()), style, color=f"C{i}", marker=".", label=label)
-        for run in chosen(data, environment=environment, method="espo", rate="own"):
-            right.plot(ALPHAS, list(run["cut"].values()), color=f"C{i}", marker=".", label=environment)
-    left.set(xscale="log", yscale="log", xlabel="tokens of the completion")
-    left.set_ylabel("spread of the mean log-ratio (nats, RMS)")
-    left.set_title("GRPO; solid: all tokens, dashed: uncertain tokens", fontsize="medium")
-    right.set(xscale="log", xlabel="alpha of ESPO's clip", ylabel="uncertain tokens beyond the clip (share)")
-    right.set_xticks(ALPHAS, [f"{alpha:g}" for alpha in ALPHAS])
-    right.minorticks_off()
-    right.axhspan(0.05, 0.15, color="gray", alpha=0.2)
-    right.set_title("ESPO; gray: target of the rule", fontsize="medium")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-
-
 def main() -> None:
-    """Read the records, print the tables, write the file and the figure."""
-    parser = make_parser(__doc__, plot=True)
+    """Read the records, print the tables and write the file."""
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=Path, default=FOLDER, help="folder of the record files")
     args = parser.parse_args()
     try:
@@ -203,8 +175,6 @@ def main() -> None:
     tables = (regime_lines, clip_lines, spread_lines, alpha_lines)
     print("\n\n".join("\n".join(lines(data)) for lines in tables))
     write_json(args.json, data)
-    if args.plot:
-        plot(data, args.plot)
 
 
 if __name__ == "__main__":
