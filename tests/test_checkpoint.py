@@ -34,7 +34,6 @@ from runtime.checkpoint import (
     check_fits,
     find_checkpoint,
     is_redone,
-    keep_earlier_record,
     lock_run_dir,
     prepare_run_dir,
     resumes_exactly,
@@ -592,23 +591,6 @@ def test_a_write_that_fails_inside_torch_save_raises_the_error_of_the_system(tmp
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_each_of_several_trackers_is_started_once(run):
-    """A stand-in for accelerate's init_trackers(), which starts all trackers of the list again."""
-    started = []
-    accelerator = SimpleNamespace(trackers=[], log_with=None)
-
-    def init_trackers(*arguments, **options):
-        accelerator.trackers += accelerator.log_with
-        started.extend(accelerator.trackers)
-
-    accelerator.init_trackers = init_trackers
-    config = run.config.model_copy(
-        update={"run": run.config.run.model_copy(update={"trackers": ["tensorboard", "wandb"]})}
-    )
-    lifecycle.start_trackers(accelerator, config, 0)
-    assert started == accelerator.trackers == ["tensorboard", "wandb"]
-
-
 def test_a_failing_tracker_is_named_once_and_costs_no_step(run, tmp_path, capsys):
     """The other tracker and metrics.jsonl get every step."""
     (tmp_path / "run").mkdir()
@@ -690,13 +672,6 @@ def test_a_file_that_a_resume_needs_is_replaced_atomically(name, tmp_path, one_r
     with pytest.raises(RuntimeError, match=name):
         writers[name]()
     assert file.read_text() == "{}"
-
-
-def test_the_record_of_an_earlier_start_gets_an_unused_name(tmp_path):
-    (tmp_path / "earlier_2").mkdir()
-    for number in (1, 3):
-        (tmp_path / "metrics.jsonl").write_text("{}")
-        assert keep_earlier_record(tmp_path) == tmp_path / f"earlier_{number}"
 
 
 def test_the_digest_of_weights_depends_on_first_and_last_bytes_size_and_name(tmp_path, monkeypatch):

@@ -116,13 +116,6 @@ def test_of_several_files_the_later_wins(write):
     assert (config.train.seed, config.train.num_steps) == (2, 1)
 
 
-@pytest.mark.parametrize("text, value", [("1e-6", 1e-6), ("1E6", 1e6), ("1.0e-6", 1e-6), ("3", 3.0)])
-def test_notations_of_numbers(text, value, write):
-    file = write(f"train: {{learning_rate: {text}}}")
-    for config in (load(f"train.learning_rate={text}"), load(file=file)):
-        assert config.train.learning_rate == value and type(config.train.learning_rate) is float
-
-
 @pytest.mark.parametrize("value", ["a.jsonl", "[a.jsonl]", "{path: a.jsonl}", "[{path: a.jsonl}]"])
 def test_notations_of_prompt_sets(value, write):
     for config in (load(f"data.eval={value}"), load(file=write(f"data: {{eval: {value}}}"))):
@@ -133,11 +126,6 @@ def test_notations_of_prompt_sets(value, write):
 def test_a_weight_of_a_kind_is_written_in_full(weight, text):
     source = PromptSource(path="x", kind={"math": weight, "exact": 1})
     assert source.kind == f"{text}*math + 1*exact" and parts_of(source.kind)[0] == (weight, "math")
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "null\n"])
-def test_an_empty_file_leaves_the_defaults(text, write):
-    assert load(file=write(text)) == load()
 
 
 def test_the_text_of_an_optional_setting_names_the_word_that_turns_it_off():
@@ -644,25 +632,6 @@ def test_a_missing_file_is_named(tmp_path):
         assert str(missing) in error_of(file=missing)
 
 
-def test_two_files_may_share_a_grandparent(write):
-    """Two ways to one file are fine; only a chain of bases that closes is refused."""
-    write("train: {seed: 4}", "a.yaml")
-    write("base: a.yaml", "b.yaml")
-    for name in ("c.yaml", "d.yaml"):
-        assert load(file=write("base: b.yaml", name)).train.seed == 4
-
-
-@pytest.mark.parametrize("value", ["[1", "{a: 1", "a: b: c", "{{x}}", "{a: 1, a: 2}", "!!python/none"])
-def test_broken_yaml_on_the_command_line_is_refused_by_name(value):
-    assert "train.seed" in error_of(f"train.seed={value}")
-
-
-@pytest.mark.parametrize("setting", ["train.seed", "seed", "config.yaml"])
-def test_an_argument_without_a_value_is_refused(setting):
-    message = error_of(setting)
-    assert repr(setting) in message and "section.key=value" in message
-
-
 @pytest.mark.parametrize(
     "tag",
     [
@@ -806,16 +775,6 @@ def test_the_learning_rate_equals_the_next_one_of_transformers(schedule, warmup)
         rate = learning_rate(config.train, step)
         assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12) and rate > 0
     assert learning_rate(config.train, warmup) == 0.5
-
-
-def test_inverse_sqrt_without_a_warm_up_has_the_timescale_of_transformers():
-    """The default timescale is 10,000 steps."""
-    for options, timescale in (("{}", 10_000), ("{timescale: 100}", 100)):
-        config = load(
-            "train.lr_schedule=inverse_sqrt", "train.learning_rate=1", f"train.lr_schedule_args={options}"
-        )
-        expected = (timescale / (timescale + 99)) ** 0.5
-        assert learning_rate(config.train, 99) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_installed_ones():

@@ -172,12 +172,6 @@ def test_a_row_without_a_kind_takes_the_kind_of_the_settings_or_math(tmp_path):
     assert kinds_of(load_prompts(path)) == ["exact", "math", "math"]
 
 
-def test_template_keeps_every_other_brace(tmp_path):
-    path = write_lines(tmp_path / "set.jsonl", ROWS)
-    prompts = load_prompts(path, template="{system} {prompt}\nin \\boxed{}: ")
-    assert prompts[2].text == "{system} {x} and {} and \\frac{a}{b}\nin \\boxed{}: "
-
-
 def test_difficulty_range_is_closed_and_limit_comes_after_it(tmp_path):
     levels = [5, 1, 3, None, 2, 3, 4, math.nan]
     rows = [{"prompt": str(index), "answer": "a", "difficulty": level} for index, level in enumerate(levels)]
@@ -226,29 +220,6 @@ def test_hub_name_subset_and_split_reach_the_library(monkeypatch):
     prompts = load_prompts("owner/set.v2", subset="main", split="test", columns={"prompt": "question"})
     assert prompts == [Prompt("q", "3", "math", "set.v2", None)]
     assert calls == [(("owner/set.v2", "main"), {"split": "test"}, datasets.logging.ERROR)]
-
-
-def test_reading_silences_the_library_and_then_restores_its_verbosity(tmp_path, capfd):
-    path = write_parquet(tmp_path / "set.parquet", {"prompt": ["q"], "answer": ["a"]})
-    broken = tmp_path / "broken.parquet"
-    broken.write_bytes(b"not parquet")
-    assert not datasets.are_progress_bars_disabled()
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity_info()
-    capfd.readouterr()
-    try:
-        load_prompts(path)
-        assert capfd.readouterr() == ("", "")
-        with refuses("broken.parquet"):
-            load_prompts(broken)
-        assert datasets.logging.get_verbosity() == datasets.logging.INFO
-        assert not datasets.are_progress_bars_disabled()
-        datasets.disable_progress_bars()
-        load_prompts(path)
-        assert datasets.are_progress_bars_disabled()
-    finally:
-        datasets.enable_progress_bars()
-        datasets.logging.set_verbosity(verbosity)
 
 
 # ---- load_prompts: errors ----------------------------------------------------------------------------------
@@ -326,11 +297,6 @@ def test_a_broken_file_is_refused_with_its_name_and_line(tmp_path, name, content
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with refuses(f"{name}: ", *words):
         load_prompts(path)
-
-
-def test_empty_parquet(tmp_path):
-    with refuses("set.parquet", "no rows"):
-        load_prompts(write_parquet(tmp_path / "set.parquet", {"prompt": [], "answer": []}))
 
 
 GOLD = {"prompt": "task", "answer": "info.gold"}

@@ -46,7 +46,6 @@ from experiments.page.build import (
     FOLDER,
     build_page,
     digest,
-    drop_routes,
     group_rows,
     highest,
     scales_of,
@@ -241,13 +240,6 @@ def test_details_of_tokens():
     assert only_trainer == {"ids": [1], "pieces": ["a"], "trainer": [-1.5]}
 
 
-def test_experts_beyond_the_limit_are_omitted():
-    ids = np.zeros((30, 1, 1), np.uint8)
-    details = [token_details({"token_ids": [0] * 30}, ["a"] * 30, ids) for _ in range(3)]
-    assert drop_routes(details, limit=80) == 1
-    assert ["routes" in detail for detail in details] == [True, True, False]
-
-
 def test_the_marked_fifth_is_the_first_entropy_group_of_espo():
     import torch
 
@@ -424,11 +416,6 @@ def test_options_become_settings_and_settings_override_them():
     assert (second.path, second.split, second.kind, second.limit) == ("hub/b", "test", "math", 7)
     assert (settings.data.chat, settings.data.on_bad_row, settings.reward.timeout_s) == ("never", "drop", 3)
     assert (settings.rollout.temperature, settings.rollout.max_prompt_tokens) == (0.5, 412)
-
-
-def test_settings_may_follow_the_prompt_sets():
-    args = parse_args(["--model", "m", "--data", "a.jsonl", "{path: b.jsonl}", "reward.timeout_s=3"])
-    assert (args.data, args.settings) == (["a.jsonl", "{path: b.jsonl}"], ["reward.timeout_s=3"])
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--completions"])
