@@ -257,37 +257,12 @@ def test_all_wrong_settings_are_named_at_once():
 # ---- wrong values ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_value_of_the_wrong_type_is_refused_by_name(name):
-    takes_mappings = name.endswith(("columns", "_args")) or name in ("data.train", "data.eval")
-    value = "5" if takes_mappings else "{a: {b: 1}}"
-    source, _, leaf = name.rpartition("[].")
-    if source == "stages":
-        entry = f"{leaf}: {value}"
-        if "until" in leaf:
-            entry = f"until: {{{leaf.removeprefix('until.')}: {value}}}"
-        message = error_of(f"stages=[{{name: a}}, {{name: b, {entry}}}]".replace("name: b, name", "name"))
-        assert message.startswith(f"stages[1].{leaf}: ")
-    elif source:
-        entry = f"{leaf}: {value}" if leaf == "path" else f"path: x, {leaf}: {value}"
-        message = error_of(f"{source}=[{{path: x}}, {{{entry}}}]")
-        assert re.match(rf"{re.escape(source)}(\.\d+|\[\])\.{leaf}: ", message)
-    else:
-        message = error_of(f"{name}={value}")
-        assert message.startswith(f"{name}: ")
-    assert "found " in message
-
-
 @pytest.mark.parametrize(
     "setting",
     [
-        "train.num_steps=many", "train.num_steps=1.5", "train.num_steps=", "train.seed=[1]", "train.seed.x=1",
-        "train.learning_rate=fast", "model.activation_checkpointing=perhaps", "run.dir=5", "run.dir=",
-        "train.betas=[0.9]", "train.betas=0.9", "train=5", "train=", "model.dtype=fp16", "train.zero_stage=3",
-        "checkpoint.resume=always", "data.eval=5", "data.eval={pth: x}", "data.eval=[5]", "rollout.stop=['']",
-        "rollout.temperature=.inf", "train.learning_rate=.nan", "train.num_steps=true",
-        "train.max_generated_tokens=false", "train.betas=[1.5, 0.9]", "train.seed=4294967296", "run.dir=''",
-        'run.dir="a\\0b"', "data.train=[{path: x, kind: maths}]", "data.eval=[{path: x, kind: maths}]",
+        "train.num_steps=1.5", "train.num_steps=", "train.seed.x=1", "run.dir=5", "train.betas=[0.9]",
+        "train=5", "train=", "data.eval=5", "data.eval={pth: x}", "data.eval=[{path: x, kind: maths}]",
+        "rollout.stop=['']", "train.betas=[1.5, 0.9]", "run.dir=''", 'run.dir="a\\0b"',
         *(f"reward.functions=['{name}']" for name in ("exact", "verify", "my module:verify", "module:")),
         *(f"algorithm.entropy_groups={value}" for value in ("[]", "[0.5]", "[0.5, 0.6]", "[1.2, -0.2]")),
         "algorithm.entropy_groups=[1.0, 0.0]", "train.lr_schedule_args={powr: 2} train.lr_schedule=cosine",
@@ -301,17 +276,8 @@ def test_a_wrong_value_is_refused_by_name(setting):
 @pytest.mark.parametrize(
     "setting",
     [
-        "model.ep_size=0", "rollout.prompts_per_step=0", "rollout.group_size=0", "rollout.temperature=0",
-        "rollout.max_new_tokens=0", "rollout.kv_cache_gib=0", "reward.timeout_s=0", "reward.num_workers=0",
-        "reward.max_failed_frac=1.1", "reward.max_failed_frac=0", "algorithm.clip_eps_low=0",
-        "algorithm.clip_eps_low=1.1", "algorithm.clip_eps_high=0", "algorithm.tie_band=-1",
-        "zero_variance.explore_solved=2", "zero_variance.probe_size=-1", "zero_variance.max_rounds=0",
-        "reward.judge_weight=0", "reward.overlong_buffer=-1", "train.max_generated_tokens=0",
-        "algorithm.kl_coef=-0.1", "train.num_steps=0", "train.minibatches_per_step=0", "train.seed=-1",
-        "train.micro_batch_tokens=0", "train.learning_rate=0", "train.learning_rate=-1e-6",
-        "train.warmup_steps=-1", "train.weight_decay=-1", "train.max_grad_norm=0",
-        "eval.every=-1", "eval.num_samples=-1", "eval.max_new_tokens=0", "checkpoint.keep=0",
-        "checkpoint.every=-1", "run.log_every=0", "run.timeout_s=0",
+        "rollout.group_size=0", "reward.max_failed_frac=1.1", "algorithm.tie_band=-1",
+        "train.learning_rate=-1e-6",
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_with_the_range(setting):
@@ -630,21 +596,6 @@ def test_a_broken_file_is_refused_by_name(content, word, write, tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     for missing in (tmp_path / "none.yaml", tmp_path):
         assert str(missing) in error_of(file=missing)
-
-
-@pytest.mark.parametrize(
-    "tag",
-    [
-        "!!python/object/apply:os.system ['touch {mark}']", "!!python/object/new:os.system ['touch {mark}']",
-        "!!python/name:os.system", "!!python/module:os", "!!python/tuple [1, 2]",
-    ],
-)  # fmt: skip
-def test_no_tag_makes_a_python_object(tag, tmp_path, write):
-    mark = tmp_path / "mark"
-    text = tag.replace("{mark}", str(mark))
-    assert "tag" in error_of(file=write(f"run:\n  dir: {text}\n"))
-    assert "tag" in error_of(f"run.dir={text}")
-    assert not mark.exists()
 
 
 # ---- resuming ----------------------------------------------------------------------------------------------
