@@ -741,6 +741,16 @@ def evaluation_requests(eval_sets: EvalSets, config: Config) -> tuple[list[Reque
     return requests, request_prompts
 
 
+def places_of_sets(eval_sets: EvalSets, k: int) -> Iterator[tuple[str, range, slice]]:
+    """Yield name, indices of this rank's prompts, and place of their 1 + k requests each, set by set."""
+    start = 0
+    for name, (prompts, _) in eval_sets.items():
+        indices = range(dist.get_rank(), len(prompts), dist.get_world_size())
+        end = start + len(indices) * (1 + k)
+        yield name, indices, slice(start, end)
+        start = end
+
+
 def evaluation_metrics(
     completions: list[Completion], verdicts: list[Verdict], eval_sets: EvalSets, config: Config
 ) -> dict[str, float]:
@@ -748,18 +758,13 @@ def evaluation_metrics(
 
     completions, verdicts: of the requests by evaluation_requests().
     """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
     k = config.eval.num_samples
     check_verdicts(verdicts, config.reward.max_failed_frac, "evaluation")
     sums: dict[str, tuple[float, float]] = {}
-    start = 0
-    for name, (prompts, _) in eval_sets.items():
-        indices = range(rank, len(prompts), world_size)
-        end = start + len(indices) * (1 + k)
-        set_completions = completions[start:end]
-        set_verdicts = verdicts[start:end]
-        start = end
+    for name, indices, place in places_of_sets(eval_sets, k):
+        prompts, _ = eval_sets[name]
+        set_completions = completions[place]
+        set_verdicts = verdicts[place]
         scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in set_verdicts])
         scores = scores.view(-1, 1 + k)  # [prompts, 1 + k]
         sums[f"eval/{name}/accuracy"] = (scores[:, 0].sum().item(), len(indices))
@@ -788,21 +793,15 @@ def prompt_outcomes(verdicts: list[Verdict], eval_sets: EvalSets, config: Config
     verdicts: of the requests by evaluation_requests(). The mean of a list is the figure of
     evaluation_metrics() with the same name, for example eval/additions/avg_at_8.
     """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
     k = config.eval.num_samples
     figures: dict[str, dict[int, float]] = {}
-    start = 0
-    for name, (prompts, _) in eval_sets.items():
-        indices = range(rank, len(prompts), world_size)
-        end = start + len(indices) * (1 + k)
-        scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in verdicts[start:end]])
+    for name, indices, place in places_of_sets(eval_sets, k):
+        scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in verdicts[place]])
         scores = scores.view(-1, 1 + k)  # [prompts, 1 + k]
-        start = end
         figures[f"eval/{name}/accuracy"] = dict(zip(indices, scores[:, 0].tolist()))
         if k:
             figures[f"eval/{name}/avg_at_{k}"] = dict(zip(indices, scores[:, 1:].mean(1).tolist()))
-    gathered: list[dict] = [{}] * world_size
+    gathered: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, figures)
     pairs = {name: sorted(pair for part in gathered for pair in part[name].items()) for name in figures}
     return {name: [round(value, 4) for _, value in of_name] for name, of_name in pairs.items()}

@@ -547,8 +547,8 @@ class RolloutSettings(Section):
     )
     fp8: Switch[Literal["off", "simulate", "on"]] = setting(
         "off",
-        "block-wise FP8 rollouts. off: none. on: vLLM quantises weights and activations (GPUs). simulate: "
-        "round weights to simulate_format at each sync and compute in dtype (any device).",
+        "block-wise FP8 rollouts. off: none. on: vLLM quantises weights and activations (Hopper GPUs). "
+        "simulate: round weights to simulate_format at each sync and compute in dtype (any device).",
     )
     simulate_format: Literal["fp8", "mxfp4"] = setting(
         "fp8",
