@@ -165,7 +165,7 @@ MEMORY_SHARE = 0.60
 LINK_SHARE = 0.60
 ENGINE_STEP_S = 0.006  # vLLM's host work and kernel launches per step, for any batch size [ours: a guess]
 ALL_REDUCE_S = 20e-6  # latency of one all-reduce in a tensor-parallel layer [ours: a guess]
-# Python of a sync, measured on a CPU (experiments/bench/docs/sync.md and LOG.md)
+# Python of a sync, measured on a CPU (experiments/bench/docs/sync.md of commit 4210a6b)
 S_PER_TENSOR = 208e-6  # of a tensor that vLLM's loader takes whole
 S_PER_MATRIX = 137e-6  # of a matrix of an expert, if each is loaded by itself
 # vLLM quantises expert by expert. NeMo-RL's syncs of Qwen3-30B-A3B take about 2.5 s longer with FP8 than
