@@ -230,6 +230,21 @@ class RolloutBatch:
             return None
         return torch.cat([self.response_mask[i, : len(self.completion_ids[i])] for i in rows])
 
+    def share_prompt_routes(self) -> None:
+        """Give the rows of a prompt the prompt routes of the first row, for a replay with shared prompts.
+
+        The engine may route the end of a prompt differently for each completion, and a micro-batch takes the
+        prompt routes of its first row. An update skips rows without gradient, so its first row may differ
+        from that of the old-logprob pass; equal prompt routes in all rows remove this difference.
+        """
+        routes = self.routed_experts or []
+        of_prompt: dict[tuple[int, ...], Tensor] = {}
+        for row, (prompt, ids) in enumerate(zip(map(tuple, self.prompt_ids), routes)):
+            num_shared = len(prompt) - 1
+            first = of_prompt.setdefault(prompt, ids[:num_shared])
+            if not torch.equal(first, ids[:num_shared]):
+                routes[row] = torch.cat([first, ids[num_shared:]])
+
     def verifier_signs(self) -> Tensor:
         """Return [B], the sign that the verifier gives the advantage of each completion: +1, -1 or 0.
 

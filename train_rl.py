@@ -49,15 +49,7 @@ from torch import Tensor
 
 import greso
 import moe_model
-from batch import (
-    ZERO_VARIANCE,
-    Group,
-    GroupOutcome,
-    LossInputs,
-    PolicyOutputs,
-    RolloutBatch,
-    collate,
-)
+from batch import ZERO_VARIANCE, Group, GroupOutcome, LossInputs, PolicyOutputs, RolloutBatch, collate
 from configure import load_config
 from data.history import PromptHistory
 from data.stages import Offers
@@ -87,20 +79,13 @@ from rollout import SyncReport, invalid_route
 from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewards
 from runtime.learning_rate import learning_rate, set_learning_rate
 from runtime.memory import return_freed_memory
-from runtime.metrics import (
-    UpdateWork,
-    batch_metrics,
-    mismatch_statistics,
-    old_pass_metrics,
-    prompt_account,
-)
+from runtime.metrics import UpdateWork, batch_metrics, mismatch_statistics, old_pass_metrics, prompt_account
 from runtime.schedule import deal_groups, exchange, longest_first, micro_batches_of, sequence_lengths
 from sampling import Job, generate, requests_of, set_expected_costs
 from settings import (
     MAX_ENTROPY_GROUPS,
     AlgorithmSettings,
     Config,
-    Correction,
     LossAgg,
     OldPolicy,
     Replay,
@@ -697,17 +682,12 @@ def loss_weights(
 
 
 def correction_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    mode: Correction,
-    cap: float,
-    floor: float = 0.0,
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmSettings
 ) -> Tensor:
     """Return the importance weight of trainer over engine, [B, T].
 
     The engine differs slightly from the trainer's policy, for example by FP8 weights. With
-    r = pi_old / pi_rollout of a token, C = cap and c = floor:
+    r = pi_old / pi_rollout of a token, C = rollout_correction_cap and c = rollout_correction_floor:
 
     token_tis       max(c, min(r, C))                             (arXiv 2510.11370 and verl: C = 2, c = 0)
     sequence_tis    max(c, min(R, C)), R: the product of r over the completion
@@ -715,10 +695,12 @@ def correction_weights(
     sequence_mask   R if c <= R <= C, else 0                      (TRL: sequence_mask)
     geometric_mask  1 if R to the power 1/T_i is in [c, C], else 0     (verl's docs) [secondary]
     """
+    cap = algorithm.rollout_correction_cap
+    floor = algorithm.rollout_correction_floor
     log_ratio = ((old_logprobs - rollout_logprobs) * mask).clamp(max=MAX_LOG_RATIO)  # [B, T]
     log_product = log_ratio.sum(dim=1, keepdim=True)  # [B, 1]
     product = log_product.clamp(max=MAX_LOG_RATIO).exp().expand(mask.shape)
-    match mode:
+    match algorithm.rollout_correction:
         case "none":
             return torch.ones_like(log_ratio)
         case "token_tis":
@@ -733,16 +715,6 @@ def correction_weights(
         case "geometric_mask":
             mean = (log_product / mask.sum(dim=1, keepdim=True).clamp(min=1)).exp()  # [B, 1]
             return ((mean >= floor) & (mean <= cap)).to(log_ratio.dtype).expand(mask.shape)
-
-
-def correction_of(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmSettings
-) -> Tensor:
-    """Return correction_weights() by the settings."""
-    return correction_weights(
-        old_logprobs, rollout_logprobs, mask, algorithm.rollout_correction,
-        algorithm.rollout_correction_cap, algorithm.rollout_correction_floor,
-    )  # fmt: skip
 
 
 def pessimistic(ratio: Tensor, advantages: Tensor, low, high, cap: float | None) -> tuple[Tensor, Tensor]:
@@ -866,25 +838,6 @@ def routes_to_replay(batch: RolloutBatch, router_replay: Replay) -> list[Tensor]
             return batch.old_routes
         case "r3":
             return batch.routed_experts
-
-
-def share_prompt_routes(batch: RolloutBatch, config: Config) -> None:
-    """Give the rows of a prompt the prompt routes of the first row, if r3 replays routes of shared prompts.
-
-    The engine may route the end of a prompt differently for each completion, and a micro-batch takes the
-    prompt routes of its first row. An update skips rows without gradient, so its first row may differ from
-    that of the old-logprob pass; equal prompt routes in all rows remove this difference.
-    """
-    routes = batch.routed_experts
-    is_replayed = routes_to_replay(batch, config.algorithm.router_replay) is routes
-    if routes is None or not is_replayed or not config.train.share_prompts:
-        return
-    of_prompt: dict[tuple[int, ...], Tensor] = {}
-    for row, (prompt, ids) in enumerate(zip(map(tuple, batch.prompt_ids), routes)):
-        num_shared = len(prompt) - 1
-        first = of_prompt.setdefault(prompt, ids[:num_shared])
-        if not torch.equal(first, ids[:num_shared]):
-            routes[row] = torch.cat([first, ids[num_shared:]])
 
 
 def routes_of_tokens(routes: list[Tensor], rows: list[int], packed: PackedSequences) -> Tensor:
@@ -1032,7 +985,7 @@ def micro_batch_loss(
     """
     algorithm = config.algorithm
     inputs, correction = loss_inputs(outputs, batch, rows, log_vocab, has_moved, algorithm)
-    micro_batch = MicroBatch(inputs, outputs, batch, rows, has_moved, old_logprobs_of, correction_of)
+    micro_batch = MicroBatch(inputs, outputs, batch, rows, has_moved, old_logprobs_of, correction_weights)
     inputs.added_gain = added_gain(config, micro_batch)
     num_completions, num_tokens = counts.tolist()
     weights = loss_weights(
@@ -1070,7 +1023,7 @@ def loss_inputs(
     recorded = None if batch.old_logprobs is None else take(batch.old_logprobs)
     old = old_logprobs_of(outputs.logprobs, recorded, rollout, has_moved, algorithm.old_policy)
     entropy = outputs.entropy.detach() if batch.entropy is None else take(batch.entropy)
-    correction = correction_of(old, rollout, mask, algorithm)
+    correction = correction_weights(old, rollout, mask, algorithm)
     inputs = LossInputs(
         logprobs=outputs.logprobs,
         old_logprobs=old,
@@ -1112,11 +1065,8 @@ def loss_of_rows(
         statistics["mismatch_routes"] = batch.route_mismatch[rows].to(logprobs.device)
     elif outputs.route_mismatch is not None and not (batch.old_logprobs is None and has_moved):
         statistics["mismatch_routes"] = outputs.route_mismatch
-    work.statistics.append((rows, statistics))
-    work.updates.append(work.num_updates)
-    if not torch.isfinite(loss):
-        finite = (logprobs.cpu().isfinite() & batch.advantages[rows].isfinite()).all(dim=1)
-        work.suspects += [row for row, ok in zip(rows, finite.tolist()) if not ok] or rows
+    finite = logprobs.cpu().isfinite() & batch.advantages[rows].isfinite() if not loss.isfinite() else None
+    work.add_statistics(rows, statistics, finite)
     return loss
 
 
@@ -1230,9 +1180,11 @@ def main(config: Config) -> None:
 
 def batch_of(run: Run, groups: list[Group]) -> RolloutBatch:
     """Return the batch of the groups that this rank trains on."""
-    batch = collate(groups, run.prompts, run.prompt_ids, run.config.reward.binary)
-    share_prompt_routes(batch, run.config)
-    for extra in active(run.config):
+    config = run.config
+    batch = collate(groups, run.prompts, run.prompt_ids, config.reward.binary)
+    if config.train.share_prompts and config.algorithm.router_replay == "r3":
+        batch.share_prompt_routes()
+    for extra in active(config):
         extra.after_rollout(run, batch, groups)
     return batch
 

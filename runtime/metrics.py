@@ -284,6 +284,16 @@ class UpdateWork:
             counted = loads_LE * (num_rows > 0)
             self.loads_LE = counted if self.loads_LE is None else self.loads_LE + counted
 
+    def add_statistics(self, rows: list[int], statistics: dict, finite: Tensor | None) -> None:
+        """Add the per-token statistics of a micro-batch.
+
+        finite [b, T] bool: log-probabilities and advantages, if the loss is not finite; else None.
+        """
+        self.statistics.append((rows, statistics))
+        self.updates.append(self.num_updates)
+        if finite is not None:
+            self.suspects += [row for row, ok in zip(rows, finite.all(dim=1).tolist()) if not ok] or rows
+
     def add_tokens(self, lengths: list[int]) -> None:
         """Count the tokens of a micro-batch with sequences of these lengths."""
         self.num_tokens += sum(lengths)

@@ -303,11 +303,15 @@ def test_rollout_correction(mode, float64):
     for cap, floor in itertools.product((0.5, 1.4, 2.0, 2.02, 9.0), (0.0, 0.4, 0.7, 1.3)):
         if floor < cap:
             rows = torch.tensor([old + [0.0]]), torch.tensor([rollout + [7.0]])  # noise on padding
-            weights = train_rl.correction_weights(*rows, mask, mode, cap, floor)
+            algorithm = AlgorithmSettings(
+                rollout_correction=mode, rollout_correction_cap=cap, rollout_correction_floor=floor
+            )
+            weights = train_rl.correction_weights(*rows, mask, algorithm)
             expected = [reference.correction_weight(old, rollout, t, mode, cap, floor) for t in range(3)]
             assert_close(weights[0, :3], expected)
     long = torch.zeros(1, 400)
-    weights = train_rl.correction_weights(long, long - 1.0, long == 0, mode, 2.0)
+    algorithm = AlgorithmSettings(rollout_correction=mode, rollout_correction_cap=2.0)
+    weights = train_rl.correction_weights(long, long - 1.0, long == 0, algorithm)
     assert torch.isfinite(weights).all(), "a product of 400 ratios exceeds every float"
 
 

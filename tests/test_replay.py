@@ -413,16 +413,16 @@ def test_r3_of_a_shared_prompt_does_not_depend_on_the_rows_of_the_micro_batch(fo
         routes = random_routes("mixed", len(prompt) + len(row) - 1, rng)
         completions.append(Completion(row, [-1.0] * len(row), "stop", 0.0, routes))
     groups = [Group(0, 0, judged(completions, [Verdict(1.0, "ok"), Verdict(0.0, "wrong")]))]
+    run = SimpleNamespace(config=config, prompts=make_prompts(1), prompt_ids=[prompt])
     for share in (False, True):
         batch = train_rl.collate(groups, make_prompts(1), [prompt])
         if share:
-            train_rl.share_prompt_routes(batch, config)
+            batch = train_rl.batch_of(run, groups)
         distances.append((logprobs_of_row_1([0, 1], batch) - logprobs_of_row_1([1], batch)).abs().max())
     assert distances[0] > WRONG_EXPERTS and distances[1] < ROUNDING
     assert torch.equal(batch.routed_experts[1][3:], completions[1].routed_experts[3:])
-    apart = settings("algorithm.router_replay=r3", "train.share_prompts=false")
-    batch = train_rl.collate(groups, make_prompts(1), [prompt])
-    train_rl.share_prompt_routes(batch, apart)
+    run.config = settings("algorithm.router_replay=r3", "train.share_prompts=false")
+    batch = train_rl.batch_of(run, groups)
     assert all(a is c.routed_experts for a, c in zip(batch.routed_experts, completions))
 
 

@@ -21,7 +21,7 @@ from helpers import FakeRanks, make_batch
 
 import train_rl
 from batch import PolicyOutputs, RolloutBatch
-from settings import Config
+from settings import AlgorithmSettings, Config
 
 pytestmark = [
     pytest.mark.slow(process="others"),
@@ -136,10 +136,8 @@ def their_loss(batch: RolloutBatch, logprobs: torch.Tensor, ours: dict, settings
     stand_in.get_high_entropy_mask = functools.partial(GRPOTrainer.get_high_entropy_mask, stand_in)
     mask = batch.response_mask
     ids = torch.zeros(mask.shape, dtype=torch.int64)
-    weights = train_rl.correction_weights(
-        batch.old_logprobs, batch.rollout_logprobs, mask, ours.get("rollout_correction", "none"),
-        ours.get("rollout_correction_cap", 2.0), ours.get("rollout_correction_floor", 0.0),
-    )  # fmt: skip
+    algorithm = AlgorithmSettings(**{key: ours[key] for key in ours if "rollout_correction" in key})
+    weights = train_rl.correction_weights(batch.old_logprobs, batch.rollout_logprobs, mask, algorithm)
     return trainer._compute_loss(stand_in, None, {
         "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
         "completion_mask": mask.long(),
