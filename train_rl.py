@@ -16,7 +16,8 @@ experiments/methods/ has one YAML per method.
 
 The file follows the data: 1 rollout rounds, 2 filter and batch, 3 rewards and advantages, 4 ratio, clip and
 loss, 5 forward pass and update, 6 main loop. main() names one phase per line. settings.py has the settings,
-batch.py the types, lifecycle.py the work around the method: set-up, evaluation, logging, saving.
+batch.py the types, sampling.py the calls of the engine and of the verifiers, lifecycle.py the work around the
+method: set-up, evaluation, logging, saving.
 
 Vocabulary: G = group_size completions per prompt, B completions on this rank, T tokens of the longest one.
 `logprobs` carry gradient, `old_logprobs` are the trainer's before a step's updates, `rollout_logprobs` the
