@@ -70,7 +70,7 @@ class MicroBatch:
     rows: list[int]
     has_moved: bool  # the policy is no longer the one that the old-logprob pass has seen
     old_logprobs_of: Callable[..., Tensor]  # of train_rl.py
-    correction_of: Callable[..., Tensor]  # of train_rl.py: the weights of algorithm.rollout_correction
+    correction_weights: Callable[..., Tensor]  # of train_rl.py
 
 
 class Extra:

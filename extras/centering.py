@@ -23,18 +23,18 @@ def weight_of_tokens(
     logprobs: Tensor,
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
-    correction_of: Callable[..., Tensor],
+    correction_weights: Callable[..., Tensor],
     algorithm: AlgorithmSettings,
 ) -> Tensor:
     """Return the factor W of A grad log pi that each token has in the loss, [n, k]: correction times ratio.
 
-    Log-probabilities [n, k] are of any tokens, sampled or not. correction_of: of train_rl.py.
+    Log-probabilities [n, k] are of any tokens, sampled or not. correction_weights() of train_rl.py.
     """
     ratio = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
     if algorithm.clip_mode == "weight":
         ratio = ratio.clamp(1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high)
     mask = torch.ones_like(logprobs)
-    return correction_of(old_logprobs, rollout_logprobs, mask, algorithm) * ratio
+    return correction_weights(old_logprobs, rollout_logprobs, mask, algorithm) * ratio
 
 
 def tail_of(probabilities: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def score_centre(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     covers_vocab: bool,
-    correction_of: Callable[..., Tensor],
+    correction_weights: Callable[..., Tensor],
     algorithm: AlgorithmSettings,
 ) -> Tensor:
     """Return a value per token whose gradient is the expected weighted score under the engine, [n].
@@ -77,13 +77,15 @@ def score_centre(
     log_p = logprobs.detach()
     p = log_p.exp()
     q = rollout_logprobs.exp()
-    expected = q * weight_of_tokens(log_p, old_logprobs, rollout_logprobs, correction_of, algorithm)  # [n, k]
+    expected = q * weight_of_tokens(
+        log_p, old_logprobs, rollout_logprobs, correction_weights, algorithm
+    )  # [n, k]
     if not covers_vocab:
         p_tail = tail_of(p)
         q_tail = tail_of(q)
         # The tail counts as one token: its weight W comes from the total probabilities of the tail.
         tail_weight = weight_of_tokens(
-            p_tail.log(), tail_of(old_logprobs.exp()).log(), q_tail.log(), correction_of, algorithm
+            p_tail.log(), tail_of(old_logprobs.exp()).log(), q_tail.log(), correction_weights, algorithm
         )
         expected = expected - q_tail / p_tail * tail_weight * p
     return (expected * logprobs).sum(dim=1)
@@ -182,7 +184,9 @@ class Centering(Extra):
             current, recorded, rollout, micro_batch.has_moved, algorithm.old_policy
         )
         covers_vocab = math.log(current.shape[1]) >= micro_batch.inputs.log_vocab
-        centre_N = score_centre(current, old, rollout, covers_vocab, micro_batch.correction_of, algorithm)
+        centre_N = score_centre(
+            current, old, rollout, covers_vocab, micro_batch.correction_weights, algorithm
+        )
         mask = batch.response_mask[rows].to(current.device)  # [b, T]
         advantages = batch.advantages[rows].to(current)
         return -(advantages * torch.zeros_like(advantages).masked_scatter(mask, centre_N))
