@@ -2,8 +2,8 @@
 # make install  only install, into .venv (several minutes the first time)
 # make quick  tests of the method alone (losses, advantages, elimination, plug-ins): under a minute, for a fork
 # make figures  the tables of the docs against their records; HISTORY=complete refuses a shallow clone
-# make check  style, types, the tables of the docs, and the quick tests: under two minutes on two cores
-# make test   every test: under eight minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
+# make check  style, types, the tables of the docs, and the quick tests: two to four minutes on two cores
+# make test   every test: 7 to 14 minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
 # make test-sandbox  the tests that need bubblewrap; without that program all tests above skip them
 # make real   train a pretrained model of 135 M parameters, upcycled to a MoE, and show texts before and after:
 #             40 minutes on two cores, 17 GiB of memory; SETTINGS="train.num_steps=60" changes settings

@@ -144,8 +144,8 @@ def load_prompts(path, *, tokenizer=None, functions=(), **options) -> list[Promp
     """Load the prompts of one dataset in file order; ValueError names file, row (from 1) and key to change.
 
     tokenizer: needed to render messages with its chat template; None for text prompts.
-    functions: custom verifiers that rows may name, besides reward.KINDS and `kind`. A function that is
-        missing here is refused, because otherwise a data file could run arbitrary code.
+    functions: custom verifiers that rows may name, besides verifiers.kinds.KINDS and `kind`. A function that
+        is missing here is refused, because otherwise a data file could run arbitrary code.
     options: settings of PromptSource and of DataSettings, for example columns, limit or chat.
     """
     source_options = {name: value for name, value in options.items() if name in PromptSource.model_fields}

@@ -1,8 +1,8 @@
 """Keep the start weights and judges of studies, with their prompts: bring them from history, and check them.
 
     python -m experiments.starts get chains_3                  # to experiments/starts/chains_3
-    python -m data.tiny --recipe habits
-    python -m experiments.starts add habits data/built/habits  # a copy in experiments/starts/habits
+    python -m data.tiny --recipe habits_10                     # a start that history does not hold yet
+    python -m experiments.starts add habits_10 data/built/habits_10
     python -m experiments.starts check                         # compares all files with their digests
 
 A start is a folder: a model (model/ of data.tiny, or a judge) as safetensors, the prompts as *.jsonl, and
@@ -167,7 +167,7 @@ def main(argv: list[str]) -> int:
     adding = commands.add_parser("add", help="copy a built folder to a new start")
     adding.add_argument("name", help="name of the start")
     adding.add_argument(
-        "source", type=Path, help="folder with a model and prompts, for example data/built/habits"
+        "source", type=Path, help="folder with a model and prompts, for example data/built/habits_10"
     )
     commands.add_parser("check", help="compare all starts with their digests")
     args = parser.parse_args(argv)

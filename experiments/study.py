@@ -14,7 +14,7 @@ from there. The test needs a committed tuning.json. Two optional keys of declare
 
     "instances": {"recipe": "chains", "seeds_each": 2}
         Seed S uses task instance S // seeds_each, so that seeds 6 and 7 use data/built/chains_3, which
-        `python -m data.tiny --recipe chains_3` builds. Instance 0 is data/built/chains, as in the YAML files.
+        `bash experiments/prepare.sh chains_3` builds. Instance 0 is data/built/chains, as in the YAML files.
         Without "instances" all seeds use the files that the YAML files name.
     "tuning": {"seeds": [200, 201], "metric": "chains/avg_at_4", "rates": [2.5e-4, 5e-4],
                "clips": {"grpo": ["algorithm.clip_eps_high=0.1", "algorithm.clip_eps_high=0.2"]}}

@@ -76,7 +76,7 @@ class MicroBatch:
 class Extra:
     """A mechanism that is off unless its section says so. Every call does nothing by default."""
 
-    name = ""  # in messages: the setting that switches the extra on
+    name = ""  # in messages: the setting that switches the extra on, for example "teacher.path"
     # advantages() gives each token its own one, of old log-probabilities, also in groups of equal scores
     replaces_advantages = False
     num_passes = 0  # forward passes of a step beside old policy and reference, at most
@@ -98,7 +98,10 @@ class Extra:
         return True
 
     def memory(self, config, hf_config, tokens: int) -> dict[str, int]:
-        """Return {part of runtime.memory: bytes on a rank}; tokens: of a micro-batch."""
+        """Return {part: bytes on a rank}; tokens: of a micro-batch.
+
+        A part is one of memory_plan.memory_by_part(), for example `reference` or `on the way back`.
+        """
         return {}
 
     def models(self, config) -> dict[str, str]:
@@ -134,7 +137,10 @@ class Extra:
         """See the outputs of the policy before the updates of a step, if there is such a pass."""
 
     def after_rewards(self, run, batch: RolloutBatch, forward_batch: Callable) -> None:
-        """Compute forward passes of other models; forward_batch() of train_rl.py. Collective."""
+        """Compute forward passes of other models. Collective.
+
+        forward_batch: of train_rl.py; call it with replay=False, because routes belong to the policy.
+        """
 
     def advantages(self, batch: RolloutBatch, advantages: Tensor, config) -> Tensor:
         """Return the advantages [B, T], and mark rows with other advantages in batch.replaced."""
@@ -145,7 +151,7 @@ class Extra:
         return None
 
     def metrics(self, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
-        """Return metrics of a step as (sum, count)."""
+        """Return metrics of a step as (sum, count); runtime/metrics.py explains endings such as _total."""
         return {}
 
     def charged_tokens(self, metrics: dict[str, float], config) -> float:

@@ -269,9 +269,9 @@ class TeacherExtra(Extra):
     def metrics(self, batch):
         """Measure the teacher's work on a batch, as (sum, count).
 
-        teacher_frac            share of the groups that the teacher taught
-        account/teacher_tokens  tokens of completions that the teacher scored
-        teacher_kl_k1           mean of log pi_old - log pi_teacher over these: KL(pi_old, pi_teacher) (k1)
+        teacher_frac                  share of the groups that the teacher taught
+        account/teacher_tokens_total  tokens of completions that the teacher scored
+        teacher_kl_k1                 mean of log pi_old - log pi_teacher over these, KL (k1)
         """
         lesson = batch.extras.get("teacher")
         if lesson is None:
