@@ -205,14 +205,14 @@ def test_an_old_logprob_pass_runs_if_the_update_needs_one(settings, is_needed):
 @pytest.mark.parametrize(
     "setting, expected",
     [
-        ("train.num_steps=1", [True, False, False]),  # without effect
+        ("train.num_steps=1", [True, False, True]),  # without effect
         ("algorithm.kl_coef=0.1", [True] * 3),
         ("train.skip_zero_gradient=false", [True] * 3),
     ],
 )
 def test_rows_that_an_update_computes(setting, expected):
     batch = make_batch([[1, 2], [3], [4, 5]])
-    batch.advantages = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    batch.advantages = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, -1.0]])
     assert train_rl.rows_with_gradient(batch, make_config(setting)).tolist() == expected
 
 
