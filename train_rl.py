@@ -15,7 +15,7 @@ experiments/methods/ has one YAML per method.
     python train_rl.py --help      # every setting; --help algorithm: one section
 
 The file follows the data: 1 rollout rounds, 2 filter and batch, 3 rewards and advantages, 4 ratio, clip and
-loss, 5 forward pass and update, 6 main loop. main() names one phase per line. settings.py has the settings,
+loss, 5 forward pass and update, 6 main loop. main() has a comment per phase. settings.py has the settings,
 batch.py the types, sampling.py the calls of the engine and of the verifiers, lifecycle.py the work around the
 method: set-up, evaluation, logging, saving.
 
@@ -23,8 +23,8 @@ Vocabulary: G = group_size completions per prompt, B completions on this rank, T
 `logprobs` carry gradient, `old_logprobs` are the trainer's before a step's updates, `rollout_logprobs` the
 engine's; all are in nats. A verifier gives a score, training uses a reward. Every rank must call a function
 marked Collective. Sources of choices: [paper] printed in the named source, [secondary] reported by others,
-[ours] the sources are silent. In sections 5 and 6 suffixes name the shape, as in moe_model.py: x_TLK is
-[T, L, K] with T *packed tokens*, N predicted tokens, L layers, E experts, K experts per token, k top tokens.
+[ours] the sources are silent. In section 5 suffixes name the shape, as in moe_model.py: x_TLK is [T, L, K]
+with T *packed tokens*, N sampled tokens, L layers, K experts per token, k top tokens.
 """
 
 import math
@@ -168,8 +168,8 @@ def choose_prompts(
     offer is skipped with the probability of skip_prob(). Skipping is switched off after a full epoch of
     offers, so that the loop always ends.
 
-    offers: the prompts of the current stage; None: all prompts. first: value of `consumed` when the stream of
-    this stage's prompts began.
+    offers: the prompts of the current part of the run (setting `stages`); None: all prompts. first: value of
+    `consumed` when this part began.
     """
     offers = offers or Offers(range(len(history.tried)))
     chosen: list[int] = []
@@ -251,7 +251,7 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
         new_groups = [Group(len(groups) + i, prompt_index) for i, prompt_index in enumerate(chosen)]
         groups += new_groups
         first_samples = range(zero.probe_size or group_size)
-        later_samples = range(zero.probe_size, group_size)
+        later_samples = range(zero.probe_size, group_size)  # of groups that go on after their probe
         jobs = [Job(groups[slot], later_samples) for slot in probing]
         jobs += [Job(group, first_samples) for group in new_groups]
         round_outcomes = generate_round(run, jobs)
@@ -629,7 +629,8 @@ def entropy_clip_eps(
 ) -> Tensor:
     """Return the half-width of ESPO's clip interval, [B, T]: wider for tokens of an uncertain old policy.
 
-    Eq. 8 prints eps_t = alpha e_t / (|tau| log|V|). Three readings of it:
+    Eq. 8 prints eps_t = alpha e_t / (|tau| log|V|), with alpha = entropy_clip_coef, e_t = entropy, tau the
+    group of token t and K_i = num_token_groups(). Three readings of it:
 
     token_group_mean   alpha mean_{t in tau}(e_t) / log|V|   the text: groups with a higher average entropy
                                                              [ours]
@@ -1066,7 +1067,9 @@ def loss_of_rows(
         statistics["mismatch_routes"] = batch.route_mismatch[rows].to(logprobs.device)
     elif outputs.route_mismatch is not None and not (batch.old_logprobs is None and has_moved):
         statistics["mismatch_routes"] = outputs.route_mismatch
-    finite = logprobs.cpu().isfinite() & batch.advantages[rows].isfinite() if not loss.isfinite() else None
+    finite = None
+    if not loss.isfinite():
+        finite = logprobs.cpu().isfinite() & batch.advantages[rows].isfinite()
     work.add_statistics(rows, statistics, finite)
     return loss
 
