@@ -7,10 +7,14 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +22,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, needs_program
 
 from experiments import evaluate as evaluate_py
 from experiments.evaluate import (
@@ -592,6 +596,48 @@ def test_a_run_is_evaluated_as_its_own_evaluation_did(undisturbed, tmp_path):
     index = Elements((tmp_path / "run.html").read_text()).read("index")
     assert [p["step"] for p in index["prompts"]] == list(range(1, 7))
     assert all(len(p["completions"]) == 4 for p in index["prompts"])
+
+
+class Site(BaseHTTPRequestHandler):
+    """Serve pages to a browser; /slow delays the load event of the outer page until all frames are loaded."""
+
+    def do_GET(self):
+        name = self.path.strip("/")
+        if name == "slow":
+            time.sleep(limit(3))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(self.server.pages.get(name, "").encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.mark.slow(process="others")
+@needs_program(name="chromium")
+def test_a_browser_runs_no_markup_of_a_completion(tmp_path):
+    """Show each prompt in a frame; the outer page reports the state of the frames after loading."""
+    frames = ["careless", *(f"page#{number}" for number in range(1, 1 + len(HOSTILE)))]
+    outer = "".join(f"<iframe src='/{name}'></iframe>" for name in frames) + "<img src='/slow'>"
+    outer += """<script>onload = () => { document.body.textContent = JSON.stringify(
+        [...document.querySelectorAll("iframe")].map(({contentDocument: page}) => [
+            page.documentElement.dataset, page.images.length, page.querySelector(".crumbs b")?.textContent]
+        )) }</script>"""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        server.pages = {"outer": outer, "careless": f"<html>{HOSTILE[0]}", "page": hostile_page()[0]}
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        names = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+        browser = ["chromium", f"--user-data-dir={tmp_path}", *(f"--{name}" for name in names.split())]
+        browser += ["--disable-component-update", "--disable-sync", "--dump-dom"]
+        address = f"http://127.0.0.1:{server.server_port}/outer"
+        done = subprocess.run(
+            [*browser, address], capture_output=True, text=True, errors="replace", timeout=limit(60)
+        )
+        server.shutdown()
+    careless, *states = json.loads(re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)[1])
+    assert careless[0] == {"hacked": "1"}, "the test detects a script that runs"
+    assert states == [[{"ready": ""}, 0, f"Prompt {n} of {len(HOSTILE)}"] for n in range(1, 1 + len(HOSTILE))]
 
 
 def run_python(*arguments: object) -> subprocess.CompletedProcess:

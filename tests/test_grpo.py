@@ -76,6 +76,25 @@ def test_advantages_of_random_groups_in_any_order(float64):
         assert_close(advantages_of(rewards, valid, [g for g, _ in rows]), [expected[g][i] for g, i in rows])
 
 
+def test_advantages_worked_out_by_hand(float64):
+    std = math.sqrt(0.75 / 3)  # of 1, 0, 0, 0 with n - 1
+    assert_close(advantages_of([1.0, 0.0, 0.0, 0.0]), [0.75 / (std + 1e-6)] + [-0.25 / (std + 1e-6)] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 0.3, 1 / 3, 0.7])
+def test_equal_rewards_give_exactly_zero(reward, dtype):
+    """The rounding of a mean must not become an advantage: 6e-8 / eps is 0.06."""
+    for size in range(2, 17):
+        assert not advantages_of(torch.full((size,), reward, dtype=dtype)).any()
+
+
+def test_groups_without_a_baseline_give_zero(float64):
+    assert advantages_of([1.0]).tolist() == [0.0]
+    assert advantages_of([1.0, 0.0, 0.0], [True, False, False]).tolist() == [0.0, 0.0, 0.0]
+    assert advantages_of([1.0, 0.0], [False, False]).tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("failed_reward", [0.0, 1e9, float("nan")])
 def test_a_failed_verdict_enters_no_mean(failed_reward, float64):
     expected = advantages_of([1.0, 0.0, 0.5])

@@ -376,6 +376,15 @@ def test_no_logprob_is_rounded_above_zero(backend, triton_results):
     assert (head.target_logits(x, weight, targets, 1.0) - m > log_s).any(), "the test needs the limit"
 
 
+@pytest.mark.parametrize("backend", ["naive", "chunked", TRITON])
+def test_no_rows(backend, triton_results):
+    x, weight, targets, g, h = head_inputs("ragged", torch.float32)
+    inputs = x[:0], weight, targets[:0], g[:0], h[:0]
+    actual = triton_results("no rows") if backend == "triton" else run_head(*inputs, 0.7, backend)
+    assert [tuple(value.shape) for value in actual] == [(0,), (0,), (0, 40), (994, 40)]
+    assert (actual[3] == 0).all()
+
+
 @pytest.mark.parametrize("needs_grad", [(True, True), (False, True), (True, False)], ids=["both", "W", "x"])
 def test_gradcheck_of_chunked(needs_grad, monkeypatch):
     x, weight, targets, _, _ = head_inputs("odd depth", torch.float64)
@@ -451,6 +460,14 @@ def test_chunked_never_makes_the_logits(dtype, wide_blocks, monkeypatch):
         largest_saved[backend] = max(sizes)
     assert largest_made["chunked"] <= most < num_rows * vocab == largest_made["naive"]
     assert largest_saved == {"chunked": vocab * depth, "naive": num_rows * vocab}  # chunked: only the weight
+
+
+def test_chunked_reads_operands_of_any_strides():
+    """A matrix product of a transposed view may sum in another order: float64, so 1e-10."""
+    x, weight, targets, g, h = head_inputs("ragged", torch.float64)
+    expected = run_head(x, weight, targets, g, h, 0.7, "chunked")
+    actual = run_head(x.T.contiguous().T, weight.T.contiguous().T, targets, g, h, 0.7, "chunked")
+    assert_head(actual, expected, 1e-10, 1e-10)
 
 
 @pytest.mark.slow

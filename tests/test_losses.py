@@ -21,8 +21,9 @@ from conftest import ROOT, assert_close
 from helpers import FakeRanks, judge_batch, judged, loss_inputs, make_batch
 
 import train_rl
-from batch import Completion, Group, PolicyOutputs, RolloutBatch, collate
+from batch import AdvantageInputs, Completion, Group, PolicyOutputs, RolloutBatch, collate
 from data.prompts import Prompt
+from plugins import ONE_RANK, load_plugin
 from reward import Verdict
 from settings import AlgorithmSettings, Config
 from verifiers.kinds import parts_of
@@ -431,6 +432,15 @@ def test_entropy_groups(fractions, float64):
     assert groups_of([0.0] * 1000, fractions, padding=24) == expected, "equal entropies keep their order"
 
 
+def test_entropy_groups_worked_out_by_hand():
+    assert groups_of([0.1, 2.0, 0.3, 1.0, 0.2], (0.2, 0.8)) == [[1], [0, 2, 3, 4]]
+    assert groups_of([0.1, 2.0, 0.3, 1.0, 0.2, 0.0], (0.2, 0.8)) == [[1, 3], [0, 2, 4, 5]], "1.2 is 2"
+    assert groups_of([0.1, 2.0, 0.3, 1.0, 0.2], (0.2, 0.4, 0.4)) == [[1], [2, 3], [0, 4]]
+    assert groups_of([1.0] * 5, (0.4, 0.6), padding=2) == [[0, 1], [2, 3, 4]], "equal: in text order"
+    assert groups_of([0.0] * 5, (0.4, 0.6), padding=2) == [[0, 1], [2, 3, 4]], "padding is no token"
+    assert groups_of([3.0], (0.2, 0.8)) == [[0], []], "one token is the most uncertain one"
+
+
 @each_clip
 @each_ratio
 def test_a_ratio_beyond_float32_gives_no_nan(ratio_level, ratio_form, clip):
@@ -623,6 +633,19 @@ def test_the_two_sided_clip_is_dual_clip(float64):
         assert_close(gradient[~capped], plain_gradient[~capped])
         num_capped += int(capped.sum())
     assert num_capped > 5
+
+
+@pytest.mark.parametrize("divergence, bound", [("total_variation", 0.15), ("binary_kl", 0.05)])
+def test_dppo_worked_out_by_hand(divergence, bound, float64):
+    """p_old 0.5: total variation 0.15 is p 0.65 or 0.35; binary KL 0.05 is p near 0.655 or 0.345."""
+    config = config_of(**plugin("gain", f"dppo.py:{divergence}", eps_low=bound, eps_high=bound, cap=1.2))
+    for new, advantage in itertools.product((0.3, 0.36, 0.5, 0.64, 0.7), (1.0, -1.0)):
+        case = equal_tokens(math.log(new), advantage) | {"old_logprobs": [[math.log(0.5)]]}
+        assert_matches_reference(case, config)
+        _, gradient, statistics = run_loss(case, config)
+        is_dropped = new == 0.7 and advantage > 0 or new == 0.3 and advantage < 0
+        assert statistics["clipped"].tolist() == [float(is_dropped)]
+        assert_close(gradient, [0.0 if is_dropped else -advantage * min(new / 0.5, 1.2)])
 
 
 @pytest.mark.parametrize("has_moved", [False, True])
@@ -841,6 +864,35 @@ def test_advantages_of_tokens(advantage, tie_band, correctness_guard, rl_zvp, bi
     assert (num_reshaped > 3) == rl_zvp, "the groups reach both branches"
 
 
+def test_maxrl_and_rloo_worked_out_by_hand(float64):
+    def advantages(name: str, rewards: list[float]) -> torch.Tensor:
+        valid = torch.ones(4, dtype=torch.bool)
+        inputs = AdvantageInputs(torch.tensor(rewards), [{}] * 4, valid, torch.zeros(4), ONE_RANK)
+        return load_plugin(config_of(**ADVANTAGES[name]).algorithm, "advantage")(inputs)
+
+    assert_close(advantages("maxrl", [1.0, 0.0, 0.0, 0.0]), [3.0, -1.0, -1.0, -1.0])
+    assert_close(advantages("rloo", [1.0, 0.0, 0.0, 0.0]), [1.0] + [-1 / 3] * 3)
+    with pytest.raises(ValueError, match="negative"):
+        advantages("maxrl", [0.75, -0.25, -0.25, -0.25])
+
+
+def test_rl_zvp_worked_out_by_hand(float64):
+    entropy = torch.tensor([[1.0, 3.0, 0.0], [1.0, 3.0, 9.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])  # the 9.0 on padding is not the highest
+    right = train_rl.rl_zvp_advantages(entropy, mask, torch.tensor([True, True]), 0.5)
+    wrong = train_rl.rl_zvp_advantages(entropy, mask, torch.tensor([False, False]), 0.5)
+    assert right.tolist() == [[0.5, 1.5, 0.0], [0.5, 1.5, 0.0]]
+    assert wrong.tolist() == [[-1.0, 0.0, -1.5], [-1.0, 0.0, 0.0]]
+    assert not train_rl.rl_zvp_advantages(entropy, mask, torch.tensor([True, False]), 0.0).any()
+
+
+def test_a_batch_without_rows_has_no_advantages():
+    batch = collate([], [], [])
+    config = settings_of(zero_variance__rl_zvp=True)
+    batch.rewards = train_rl.compute_rewards(batch, None, [], config)
+    assert train_rl.token_advantages(batch, config).shape == (0, 1)
+
+
 # ---- 6. Tokens and rewards of all ranks --------------------------------------------------------------------
 SEVERAL = "0.7*exact + 0.3*characters"  # a kind with several rewards
 TOP_ENTROPY = "top_entropy.py:top_entropy"
@@ -951,6 +1003,13 @@ def test_clip_cov_draws_among_all_sampled_tokens_of_an_episode(float64):
         kept = train_rl.select_tokens(advantages, batch, config, step) != 0
         drawn |= {tuple(place) for place in (batch.response_mask & ~kept).nonzero().tolist()}
     assert drawn == {(row, t) for row in (0, 1) for t in (0, 1, 5, 6)}
+
+
+def test_clip_cov_draws_other_tokens_at_another_step(float64):
+    config = config_of(**plugin("select", CLIP_COV, fraction=0.3, low=-9.0, high=9.0))
+    completions = completions_to_select_from(20, 0.0, 1)
+    first, again, later = (selected(completions, config, step) for step in (0, 0, 1))
+    assert first == again != later
 
 
 @pytest.mark.parametrize("name", ["top entropy", "clip_cov"])

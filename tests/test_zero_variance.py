@@ -1,7 +1,16 @@
 """Zero-variance elimination against integrals, closed forms and a second implementation.
 
 The second implementation is `Described`: the stages as the documentation describes them, on integers and
-booleans. All random numbers are seeded.
+booleans. Closed forms for a prompt of pass rate p, with G completions and probes of g0 completions:
+
+    plain      a group has variance with probability w(p) = 1 - p^G - (1-p)^G, and costs G
+    probing    a group has variance with probability c(p) = 1 - p^g0 - (1-p)^g0 if every probe without
+               variance is stopped, and costs g0 + c(p) (G - g0)
+
+Probing saves completions but loses groups, because c < w. It gains if many prompts are certain, since g0
+completions instead of G reveal a certain prompt, and loses if all prompts are alike. Both cases are tested.
+Statistical bounds are in standard errors: a deviation of 4.5 has a chance of 1 in 150000. All random numbers
+are seeded.
 """
 
 import itertools
@@ -46,6 +55,7 @@ from runtime.checkpoint import TrainState
 from runtime.metrics import batch_metrics, exact_sum, prompt_account, reduce_metrics, rollout_metrics
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+Z_BOUND = 4.5
 
 
 def config_of(**settings) -> train_rl.Config:
@@ -185,6 +195,19 @@ def test_zero_variance_after_a_probe_is_the_ratio_of_moments(hits, misses, group
         outcome = group_of(*[right] * probe).outcome(False)
         probability = zero_variance_after(history, outcome, prior, group_size=group_size)
         assert probability == pytest.approx(expected, rel=1e-5)
+
+
+def test_zero_variance_after_a_probe_by_monte_carlo():
+    """400000 groups of 8 at p ~ Beta(record + prior): if the first 3 are wrong, how often are all 8 wrong?"""
+    rng = np.random.default_rng(0)
+    num = 400_000
+    hits, misses, prior = 1.5, 6.0, 0.3
+    right = rng.random((num, 8)) < rng.beta(hits + prior, misses + prior, size=(num, 1))
+    alike = ~right[:, :3].any(axis=1)
+    share = (~right[alike]).all(axis=1).mean()
+    probe = group_of(False, False, False).outcome(False)
+    expected = zero_variance_after(history_of((hits, hits + misses, 0)), probe, prior)
+    assert abs(share - expected) < Z_BOUND * math.sqrt(expected * (1 - expected) / alike.sum())
 
 
 def test_zero_variance_after_a_probe_with_timeouts():
@@ -461,7 +484,52 @@ def independent_numbers(seed: int, rates: list[float]):
     return order, lambda n: rng.random(), lambda prompt, *where: bool(rng.random() < rates[prompt])
 
 
+def prob_varied(rate: float, num: int) -> float:
+    return 1 - rate**num - (1 - rate) ** num
+
+
+def useful_share(rates: list[float], group_size: int, probe: int = 0) -> float:
+    """Return the share of completions in groups with variance: the closed forms above, over many prompts."""
+    if not probe:
+        return statistics.mean(prob_varied(p, group_size) for p in rates)
+    continued = statistics.mean(prob_varied(p, probe) for p in rates)
+    return continued * group_size / (probe + continued * (group_size - probe))
+
+
 ALWAYS_STOP = {"probe_stop_prob": 1e-9}  # every probe without variance is stopped, whatever the record says
+CERTAIN_HALF = [0.0, 1.0, 0.5, 0.5] * 20  # 0.61 of the completions are useful with probing, 0.50 without
+
+
+def run_many(rates: list[float], num_steps: int, **settings) -> list[tuple[list, Counter]]:
+    config = config_of(**{"rollout__prompts_per_step": 16} | settings)
+    real = Real([None] * len(rates), config, independent_numbers(5, rates)[2])
+    return [real.step() for _ in range(num_steps)]
+
+
+def assert_share(steps, expected: float) -> float:
+    """Check the share of useful completions; the standard error belongs to a ratio of sums over steps."""
+    useful, sampled = ([tally[name] for _, tally in steps] for name in ("useful", "completions"))
+    share = sum(useful) / sum(sampled)
+    residuals = [u - expected * s for u, s in zip(useful, sampled)]
+    error = statistics.stdev(residuals) * math.sqrt(len(residuals)) / sum(sampled)
+    assert abs(share - expected) < Z_BOUND * error, f"{share:.4f}, not {expected:.4f} +- {error:.4f}"
+    assert error < 0.01, "too few steps for a precise share"
+    return share
+
+
+@pytest.mark.slow(process="others")
+@pytest.mark.parametrize(
+    "rates", [BIMODAL, CERTAIN_HALF, [0.1] * 50, [0.5] * 50], ids=["bimodal", "certain half", "0.1", "0.5"]
+)
+@pytest.mark.parametrize("probe", [0, 1, 4])
+def test_useful_share_is_the_closed_form(rates, probe):
+    """A probe of one completion has no variance: all groups are stopped, and none is useful."""
+    settings = {"probe_size": probe} | (ALWAYS_STOP if probe else {})
+    steps = run_many(rates, 20 if probe == 1 else 300, **settings)
+    if probe == 1:
+        assert all(tally["useful"] == 0 and tally["stopped"] == tally["sampled"] for _, tally in steps)
+    else:
+        assert_share(steps, useful_share(rates, 8, probe))
 
 
 # ---- forgetting --------------------------------------------------------------------------------------------
@@ -537,6 +605,44 @@ def test_a_prompt_that_becomes_solvable_is_sampled_again_and_none_is_lost(retest
 
 
 # ---- refill, budget ----------------------------------------------------------------------------------------
+
+REFILL_MODE = {"drop": True, "refill": True, "rollout__prompts_per_step": 12}
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+@pytest.mark.parametrize("probe_size", [0, 4])
+def test_a_step_of_certain_prompts_only_gives_an_empty_batch(rate, probe_size):
+    config = config_of(**REFILL_MODE, max_rounds=3, probe_size=probe_size, **ALWAYS_STOP)
+    run = make_run(config, hashed_answer([rate] * 30), 30)
+    groups, outcomes, account = train_rl.sample_step(run)
+    assert len(groups) == len(outcomes) == 36 == run.state.consumed_prompts and account["rounds"] == 3
+    assert train_rl.drop_and_deal(groups, outcomes, config) == ([], {})
+
+
+@pytest.mark.parametrize("max_rounds", [1, 2, 4, 100])
+@pytest.mark.parametrize("per_step, probe_size", [(1, 4), (5, 3), (16, 4), (16, 7), (16, 1)])
+def test_probing_spends_its_budget_and_no_more(per_step, probe_size, max_rounds):
+    settings = {"probe_size": probe_size, "max_rounds": max_rounds, "rollout__prompts_per_step": per_step}
+    for groups, tally in run_many([0.0, 1.0, 0.5, 0.9] * 6, 40, **settings):
+        assert tally["completions"] == sum(len(verdicts) for _, verdicts in groups)
+        assert tally["completions"] <= 8 * per_step
+        assert tally["completions"] > 8 * per_step - 8 or tally["rounds"] >= max_rounds
+        assert all(len(verdicts) in (probe_size, 8) for _, verdicts in groups)
+
+
+@pytest.mark.parametrize("probe_size", [0, 4])
+@pytest.mark.parametrize("max_rounds", [1, 2, 4, 50])
+def test_refill_reaches_its_number_or_ends_short_after_max_rounds(max_rounds, probe_size):
+    settings = {"max_rounds": max_rounds, "probe_size": probe_size, **REFILL_MODE}
+    nums_useful = set()
+    for groups, tally in run_many([0.0, 1.0, 0.3, 0.6, 0.02] * 8, 60, **settings):
+        useful = sum(len(set(verdicts)) == 2 for _, verdicts in groups)
+        nums_useful.add(useful)
+        assert tally["useful"] == 8 * useful, "trained groups are complete"
+        assert useful <= 12 and tally["rounds"] <= max_rounds + (probe_size > 0)
+        assert useful == 12 or tally["rounds"] >= max_rounds
+        assert tally["sampled"] == tally["offered"] == 12 + tally["refilled"]
+    assert (nums_useful == {12}) == (max_rounds == 50)
 
 
 def test_a_record_that_rules_every_prompt_out_does_not_stall_a_step():
@@ -916,6 +1022,29 @@ def test_rl_zvp_reshapes_only_groups_of_equal_scores(seed, binary):
     for values, mask, of_tokens in zip(batch.advantages, batch.response_mask, expected, strict=True):
         torch.testing.assert_close(values[mask], torch.tensor(of_tokens), rtol=1e-4, atol=1e-6)
         assert not values[~mask].any()
+
+
+def test_rl_zvp_by_hand():
+    """alpha = 0.1: tokens of right completions get 0.1 H, tokens of wrong completions 0.1 (H - max H).
+
+    Groups of timeouts, or with a single verdict, get 0.
+    """
+    groups = [
+        group_of(True, True, None, slot=0, length=2), group_of(False, False, slot=1, length=2),
+        group_of(True, None, slot=2, length=2), group_of(None, None, slot=3, length=2),
+        group_of(True, False, slot=4, length=2),
+    ]  # fmt: skip
+    config = config_of(rl_zvp=True)
+    batch = batch_of(groups, config)
+    batch.entropy = torch.tensor([[0.5, 2.0]] * 11)
+    rows = [True, True, False, True, True] + [False] * 6
+    assert batch.is_tied.tolist() == rows
+    zero = [0.0, 0.0]
+    right, wrong = [0.05, 0.2], [-0.15, 0.0]
+    unit = 1 / math.sqrt(2)  # rewards 1 and 0: distance 1/2 from the mean, std sqrt(1/2)
+    expected = [right] * 2 + [zero] + [wrong] * 2 + [zero] * 4 + [[unit] * 2, [-unit] * 2]
+    advantages = train_rl.token_advantages(batch, config)
+    torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("right", [True, False])
