@@ -91,6 +91,7 @@ def measure(trainer: ModuleType, policy, batch, config, replay: str) -> dict[str
     fractions = config.algorithm.entropy_groups
     groups = trainer.entropy_groups(outputs.entropy, batch.response_mask, fractions)
     values |= {"entropy": outputs.entropy, "entropy_group": groups}
+    batch.advantages = torch.zeros(batch.response_mask.shape)  # nothing is trained
     rows = list(range(len(batch.prompts)))
     metrics = reduce_metrics(token_metrics(batch, [(rows, values)], len(fractions)))
     metrics |= effective_sample_size(metrics)
