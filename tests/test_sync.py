@@ -770,6 +770,7 @@ def test_the_engine_gets_the_memory_that_the_trainer_leaves(settings, trainer_gi
 
 def test_an_engine_sleeps_as_soon_as_it_is_built(engine_of, monkeypatch):
     """On a mock GPU, vLLM's first call after the start is sleep(); segments are expandable from then on."""
+    folder = engine_of("moe").llm.model_config.model
     calls = []
     record_level = lambda level: calls.append(level)
     llm = SimpleNamespace(llm_engine=SimpleNamespace(), get_tokenizer=build_tokenizer, sleep=record_level)
@@ -779,7 +780,6 @@ def test_an_engine_sleeps_as_soon_as_it_is_built(engine_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * GIB, 80 * GIB))
     monkeypatch.setattr(rollout, "start_vllm", lambda options, captures: calls.append(options) or llm)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
-    folder = engine_of("moe").llm.model_config.model
     first = RolloutEngine(folder, 64, RolloutSettings(sleep_level=2), trainer_bytes=30 * GIB)
     before, options, after, level = calls
     assert (before, after, level) == ("expandable_segments:False", "expandable_segments:True", 2)
