@@ -85,7 +85,7 @@ from runtime.checks import (
 )
 from runtime.config import flat_settings
 from runtime.launch import Signals, Stopped
-from runtime.machine import check_address, check_machine, device_of_rank
+from runtime.machine import check_address, check_gpus, check_machine, device_of_rank
 from runtime.memory import NodeMemory, node_memory, trainer_bytes
 from runtime.metrics import (
     Clock,
@@ -249,6 +249,7 @@ def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
     check_trackers(config)
     dtypes = (config.model.dtype, config.rollout.dtype)
     has_bfloat16 = "bfloat16" in dtypes or "auto" in dtypes
+    check_gpus()  # first, because a rank without a GPU of its own has no device to ask
     check_machine(has_bfloat16, fp8_refusal(config.rollout, device=device_of_rank()))
     check_driver()
     check_address()

@@ -277,17 +277,23 @@ class Scoring(Task[Verdict]):
         return [self.kind, self.completion, self.answer, fields]
 
     def prepare(self) -> Traits:
-        """Import the verifiers and functions of the kind."""
+        """Import the verifiers and functions of the kind; run() reports an import that fails."""
         terms = [term for _, term in parts_of(self.kind)]
         if "math" in terms:
-            verifiers.math.warm_up()
-        functions = [load_function(name) for name in functions_of(self.kind)]
+            with contextlib.suppress(Exception):
+                verifiers.math.warm_up()
+        names_of_functions = functions_of(self.kind)
+        functions = []
+        for name in names_of_functions:
+            with contextlib.suppress(Exception):
+                functions.append(load_function(name))
         required = [name for function in functions for name in function.required]
         is_async = any(function.is_async for function in functions)
         if any(term in SLOW_KINDS for term in terms):  # would block the event loop, and reads all fields
             return Traits(None, required, is_async)
         names = [function.fields() for function in functions]
-        fields = None if None in names else sorted(set(sum(names, [])))
+        is_whole = len(functions) == len(names_of_functions)
+        fields = None if None in names or not is_whole else sorted(set(sum(names, [])))
         return Traits(fields, required, is_async, can_share=is_async)
 
     async def run(self, worker: Worker) -> Verdict:

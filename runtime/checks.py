@@ -162,6 +162,7 @@ def handle_nonfinite(
         folder.mkdir(parents=True, exist_ok=True)
         fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
         fields |= {"prompts": texts, "rows": rows} | more  # plain types: loads with weights_only
+        fields["extras"] = {name: getattr(state, "__dict__", state) for name, state in batch.extras.items()}
         if batch.turns is not None:
             fields["turns"] = [[(turn.role, turn.num_tokens) for turn in turns] for turns in batch.turns]
         torch.save(fields, folder / f"step_{step + 1:06d}_{quantity}_{of_rank}")

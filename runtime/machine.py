@@ -219,7 +219,6 @@ def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> Non
 
     problems = [fp8_refusal]
     if torch.version.cuda is not None and torch.cuda.is_available():
-        check_gpus()
         device = device_of_rank()
         architectures = torch.cuda.get_arch_list()
         gpu_problem = unsupported_gpu(device.name, device.capability, architectures, bfloat16)

@@ -167,7 +167,7 @@ def test_a_bare_machine_is_refused_before_the_ranks_meet(fp8, bare_gpu, monkeypa
     assert "\n" not in line and "Python.h" in line and ("nvcc" in line) == (fp8 == "on")
 
 
-def test_a_complete_machine_passes_and_too_many_ranks_do_not(bare_gpu, tmp_path):
+def test_a_complete_machine_passes_and_too_many_ranks_do_not(bare_gpu, tmp_path, monkeypatch):
     for name in ("gcc", "g++", "nvcc"):
         make_program(tmp_path / "bin" / name)
     (tmp_path / "Python.h").touch()
@@ -175,8 +175,10 @@ def test_a_complete_machine_passes_and_too_many_ranks_do_not(bare_gpu, tmp_path)
     on = RolloutSettings(fp8="on")
     assert machine.check_machine(True, fp8.fp8_refusal(on, device=machine.device_of_rank())) is None
     bare_gpu["LOCAL_WORLD_SIZE"] = "2"
+    bare_gpu["LOCAL_RANK"] = "1"  # which has no device
+    monkeypatch.setattr(lifecycle, "device_of_rank", None)
     with pytest.raises(ValueError, match="nproc-per-node"):
-        machine.check_machine()
+        lifecycle.connect_ranks(make_config())
 
 
 def test_a_driver_that_hides_the_gpu_is_an_error_unless_the_user_hides_it(bare_gpu, tmp_path, monkeypatch):

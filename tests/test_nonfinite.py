@@ -7,6 +7,7 @@ from helpers import FakeRanks, RankSuite, make_batch, make_config, make_ragged_c
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from batch import Turn
+from extras.teacher import Lesson
 from runtime.checks import MAX_SAVED_BATCHES, handle_nonfinite, refuse_nonfinite_weights
 
 pytestmark = pytest.mark.slow
@@ -91,6 +92,7 @@ def test_a_run_with_a_judge_that_returns_nan(on_nonfinite, broken_judge, tmp_pat
 def test_a_run_that_skips_bad_steps_saves_the_first_batches_only(tmp_path, one_rank, capsys):
     batch = make_batch([[1, 2]])
     batch.turns = [(Turn("assistant", 1), Turn("tool", 1))]
+    batch.extras["teacher"] = Lesson(torch.tensor([True]), torch.zeros(1, 2), torch.ones(1))
 
     def save(step: int, on_nonfinite: str) -> None:
         config = make_config(f"run.dir={tmp_path}", f"run.on_nonfinite={on_nonfinite}")
@@ -106,6 +108,7 @@ def test_a_run_that_skips_bad_steps_saves_the_first_batches_only(tmp_path, one_r
     with pytest.raises(RuntimeError, match="batch is saved"):
         save(9, "stop")
     saved = torch.load(tmp_path / "nonfinite" / "step_000010_loss_rank_0.pt", weights_only=True)
+    assert saved["extras"]["teacher"]["is_taught"].tolist() == [True]
     assert saved["turns"] == [[("assistant", 1), ("tool", 1)]] and saved["prompts"] == ["prompt 0"]
 
 

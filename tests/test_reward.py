@@ -659,3 +659,18 @@ def test_a_slow_import_is_no_timeout(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert score([("math", r"\boxed{7}", "7")], timeout_s=limit(0.5)) == [OK]
+
+
+def test_a_function_that_cannot_be_imported_hides_no_other(tmp_path):
+    """The first function waits in an event loop, whatever happens to the second."""
+    (tmp_path / "good.py").write_text(
+        "import asyncio\nasync def f(completion):\n    await asyncio.sleep(0)\n    return 1\n"
+    )
+    (tmp_path / "bad.py").write_text("raise OSError('the service is down')\n")
+    kind = f"0.5*{tmp_path}/good.py:f + 0.5*{tmp_path}/bad.py:g"
+    traits = reward.Scoring(kind, "1", "1", {}).prepare()
+    assert (traits.is_async, traits.fields) == (True, None)
+    with reward.RewardPool() as pool:
+        pool.submit(0, kind, "1", "1")
+        (verdict,) = pool.collect().values()
+    assert verdict.status == "error" and "the service is down" in verdict.detail
