@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -335,3 +336,64 @@ def test_two_stacks_never_share_a_folder(tmp_path):
             folders.append(subprocess.run(make, cwd=tmp_path, capture_output=True, text=True).stdout.strip())
         (tmp_path / f".venv/installed-{installed}").unlink()
     assert folders == [".venv", ".venv-gpu", ".venv-cpu", ".venv"]
+
+
+# ---- budgets: growth pays by deletion ----------------------------------------------------------------------
+BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
+    "KB": 13450,
+    "files": 590,
+    "modules, the root": 17,
+    "words of Markdown, docs": 23000,
+    "words of Markdown, experiments": 15850,
+    "words of Markdown, kernels": 560,
+    "words of Markdown, runtime": 350,
+    "words of Markdown, tests": 1080,
+    "words of Markdown, tests/campaign": 660,
+    "words of Markdown, the root": 4200,
+    "lines of Python, data": 4050,
+    "lines of Python, examples": 80,
+    "lines of Python, experiments": 12200,
+    "lines of Python, extras": 770,
+    "lines of Python, kernels": 590,
+    "lines of Python, runtime": 4500,
+    "lines of Python, tests": 29950,
+    "lines of Python, tests/campaign": 2020,
+    "lines of Python, the root": 10400,
+    "lines of Python, verifiers": 2180,
+}
+
+
+def tree() -> list[Path]:
+    """List the files of the repository, with new files that git does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def place_of(path: Path) -> str:
+    """Return the folder whose budget a file counts for."""
+    folders = path.relative_to(ROOT).parts[:-1]
+    return "tests/campaign" if folders[:2] == ("tests", "campaign") else (*folders, "the root")[0]
+
+
+def sizes(files: list[Path]) -> Counter:
+    """Count bytes, files, root modules, and by folder words of Markdown and lines of Python."""
+    counts = Counter({"files": len(files), "KB": sum(path.stat().st_size for path in files) / 1000})
+    for path in files:
+        if path.suffix == ".md":
+            counts[f"words of Markdown, {place_of(path)}"] += len(path.read_text().split())
+        if path.suffix == ".py":
+            counts[f"lines of Python, {place_of(path)}"] += len(path.read_text().splitlines())
+            counts["modules, the root"] += path.parent == ROOT
+    return counts
+
+
+def test_the_tree_keeps_its_budgets():
+    counts = sizes(tree())
+    exceeded = {name: (count, BUDGETS.get(name)) for name, count in counts.items()
+                if count > BUDGETS.get(name, 0)}  # fmt: skip
+    assert not exceeded, "delete as much elsewhere, or argue for another budget in the commit"
+    folders = [name for name in BUDGETS if name.startswith("lines of Python") and "tests" not in name]
+    assert sum(BUDGETS[name] for name in folders) <= 34800
