@@ -25,11 +25,12 @@ def descends(commit: str, ancestor: str, folder: Path) -> bool:
 
 
 def check_commit(commit: str, folder: Path) -> None:
-    """Raise ValueError if the repository lacks a commit; name the command that deepens a shallow clone."""
-    if is_known(commit, folder):
+    """Raise ValueError unless HEAD descends from a commit; name the command that deepens a shallow clone."""
+    is_shallow = not is_complete(folder)
+    if descends("HEAD", commit, folder) or (is_shallow and is_known(commit, folder)):
         return
-    if is_complete(folder):
-        raise ValueError(f"commit {commit[:8]} is not in the history of this repository, or there is none")
+    if not is_shallow:
+        raise ValueError(f"commit {commit[:8]} is no ancestor of HEAD")
     raise ValueError(
         f"commit {commit[:8]} is not in this shallow clone; `git fetch --unshallow` brings the history"
     )

@@ -7,7 +7,8 @@
 `thin` keeps only these training metrics of a committed record file, drops the outcomes of single prompts, and
 notes the commit of the whole file in experiments/studies/whole.json. A small record holds all that
 `report.py --check` reads: row, seed, commit, versions, settings, offline_tokens and the evaluations. In a
-clone with the whole history, the check refuses a small record that has another value than the whole one.
+clone with the whole history, the check refuses a small record that has another value than the whole one,
+and a file that whole.json no longer names. Any other file has to hold whole records.
 
 whole.json: {"STUDY/FILE.jsonl": commit of the whole file, "STUDY": commit of a study that left the tree}.
 """
@@ -73,15 +74,25 @@ def problems_of(file: Path) -> list[str]:
     return problems
 
 
+def is_dropped(file: Path) -> bool:
+    """Tell whether whole.json named a record file at some commit, and no longer does."""
+    name = f"{file.parent.name}/{file.name}"
+    if name in index_of(file.parent.parent):
+        return False
+    return bool(git(file.parent, "log", "-1", "--format=%h", "-S", f'"{name}"', "--", f"../{INDEX}").stdout)
+
+
 def check_records(study: Path) -> list[str]:
     """Return the problems of the small record files of a study; none in a shallow clone, which lacks them."""
-    names = [name for name in index_of(study.parent) if name.startswith(f"{study.name}/")]
-    if not names or not is_complete(study):
+    if not is_complete(study):
         return []
+    dropped = [file.name for file in sorted(study.glob("*.jsonl")) if is_dropped(file)]
+    problems = [f"{INDEX} no longer names {name}; restore its line" for name in dropped]
+    names = [name for name in index_of(study.parent) if name.startswith(f"{study.name}/")]
     try:
-        return [problem for name in names for problem in problems_of(study.parent / name)]
+        return problems + [problem for name in names for problem in problems_of(study.parent / name)]
     except (ValueError, OSError, KeyError) as error:
-        return [f"small records: {error}"]
+        return [*problems, f"small records: {error}"]
 
 
 def get(name: str, studies: Path, output: Path) -> Path:

@@ -117,7 +117,7 @@ from experiments.bench.common import read_results
 from experiments.declaration import check_study
 from experiments.history import is_complete
 from experiments.notes import Shown, notes_of
-from experiments.records import check_records
+from experiments.records import check_records, index_of
 from experiments.starts import all_problems
 from experiments.tuning import check_tuning
 from runtime.config import flat_settings, with_paths
@@ -226,9 +226,14 @@ def read_metrics(file: Path, metric: str) -> dict[str, dict[str, list]]:
     return {kind: {name: [row.get(name) for row in rows[kind]] for name in columns[kind]} for kind in rows}
 
 
-def check_curves(record: dict, place: str) -> None:
-    """Check the columns of a record: equal lengths, finite numbers, steps in order; else ValueError."""
-    for kind, required in (("steps", ("step",)), ("evaluations", ("step", "generated_tokens"))):
+def check_curves(record: dict, place: str, is_small: bool) -> None:
+    """Check the columns of a record: equal lengths, finite numbers, steps in order; else ValueError.
+
+    is_small: the record lacks columns of its steps (experiments/records.py).
+    """
+    position = ("step", "generated_tokens")
+    of_steps = ("step",) if is_small else (*position, *STEP_KEYS)
+    for kind, required in (("steps", of_steps), ("evaluations", position)):
         columns = record.get(kind)
         if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
             raise ValueError(f"{place}: {kind} must be an object of lists, {{metric: [values]}}")
@@ -290,9 +295,10 @@ def training_curve(steps: dict[str, np.ndarray], elapsed: np.ndarray, metric: st
     return tokens, elapsed[1:][~np.isnan(steps[metric])], values
 
 
-def make_run(record: dict, place: str, folder: Path | None, metric: str) -> Run:
+def make_run(record: dict, place: str, folder: Path | None, metric: str, is_small: bool = False) -> Run:
     """Check the record of a run and make its arrays."""
-    check_curves(record, place)
+    record = with_steps(record) if is_small else record
+    check_curves(record, place, is_small)
     columns = record["steps"].items()
     steps = {name: np.array(column, dtype=float) for name, column in columns}  # None becomes NaN
     unknown = np.full(len(steps["step"]), np.nan)  # in place of a column that a small record lacks
@@ -408,6 +414,8 @@ def read_records(file: Path, names: list[str] | None, metric: str) -> tuple[list
     """Read the runs of a record file; return them, and the names of all rows in the file."""
     runs = []
     row_names = set()
+    study = file.parent.resolve()
+    is_small = f"{study.name}/{file.name}" in index_of(study.parent)
     for number, line in enumerate(file.read_text().splitlines(), start=1):
         place = f"{file}, line {number}"
         record = parse_object(line, place)
@@ -415,7 +423,7 @@ def read_records(file: Path, names: list[str] | None, metric: str) -> tuple[list
             raise ValueError(f"{place}: expected a row and a seed; --export writes record files")
         row_names.add(record["row"])
         if names is None or record["row"] in names:
-            runs.append(make_run(with_steps(record), place, None, metric))
+            runs.append(make_run(record, place, None, metric, is_small))
     return runs, row_names
 
 

@@ -20,13 +20,14 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from experiments.history import content_at
+from experiments.history import content_at, is_complete
 from runtime.provenance import commit_of, machine_of, now, versions_of
 
 STARTS = ROOT / "experiments" / "starts"
@@ -49,8 +50,9 @@ def record_of(start: Path) -> dict:
 
 
 def is_left(start: Path) -> bool:
-    """Tell whether history holds the files of a start, and none of them is here."""
-    return "commit" in record_of(start) and not digests_of(start)
+    """Tell whether history holds files of a start that are not here, and those here are as committed."""
+    record = record_of(start)
+    return "commit" in record and digests_of(start).items() < record["files"].items()
 
 
 def is_held(path: str) -> bool:
@@ -74,9 +76,24 @@ def problems_of(start: Path) -> list[str]:
     return [f"{start}: {', '.join(changed)}: not as committed; restore with {remedy}"] if changed else []
 
 
+def record_problems(start: Path) -> list[str]:
+    """Return a sentence if start.json is not as at its commit; none in a shallow clone, which lacks it."""
+    record = record_of(start)
+    if "commit" not in record or not is_complete(start):
+        return []
+    try:
+        committed = json.loads(content_at(record["commit"], start, RECORD))
+    except ValueError as error:
+        return [f"{start}: {RECORD}: {error}"]
+    names = sorted(name for name in record | committed if record.get(name) != committed.get(name))
+    changed = ", ".join(name for name in names if name != "commit")
+    return [f"{start}: {changed} of {RECORD}: not as committed; restore with git"] if changed else []
+
+
 def get(name: str) -> Path:
     """Bring the files of a start from their commit, check their digests and return the folder.
 
+    Each file appears at once and complete, so that a start of which some files are here counts as absent.
     ValueError if there is no such start, if history lacks the commit, or if a digest differs.
     """
     start = STARTS / name
@@ -93,9 +110,12 @@ def get(name: str) -> Path:
             f"{name}: {', '.join(wrong)} of commit {record['commit'][:8]} differs from the SHA-256 in "
             f"{RECORD}; restore {RECORD} with git"
         )
-    for file, content in contents.items():
-        (start / file).parent.mkdir(parents=True, exist_ok=True)
-        (start / file).write_bytes(content)
+    with tempfile.TemporaryDirectory(prefix=".", dir=STARTS) as folder:
+        for number, (file, content) in enumerate(contents.items()):
+            part = Path(folder) / str(number)
+            part.write_bytes(content)
+            (start / file).parent.mkdir(parents=True, exist_ok=True)
+            part.rename(start / file)
     return start
 
 
@@ -106,8 +126,9 @@ def sha256(content: bytes) -> str:
 
 def all_problems(starts: Path) -> list[str]:
     """Return the problems of all starts in a folder, and of their sizes."""
-    folders = sorted(path for path in starts.glob("*") if path.is_dir())
-    problems = [problem for folder in folders if not is_left(folder) for problem in problems_of(folder)]
+    folders = sorted(path for path in starts.glob("[!.]*") if path.is_dir())
+    problems = [text for folder in folders for text in record_problems(folder)]
+    problems += [text for folder in folders if not is_left(folder) for text in problems_of(folder)]
     sizes = {folder: sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) for folder in folders}
     problems += [f"{folder}: {size:,} bytes, more than {MAX_BYTES:,}" for folder, size in sizes.items()
                  if size > MAX_BYTES]  # fmt: skip

@@ -4,8 +4,10 @@ The repositories are made here: a study with a whole record at one commit and it
 """
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -44,6 +46,7 @@ def repository(tmp_path) -> Path:
     source = tmp_path / "built"
     (source / "model").mkdir(parents=True)
     (source / "model" / "model.safetensors").write_bytes(b"weights")
+    (source / "model" / "config.json").write_text("{}")
     first = commit(root, "whole")
     records.write_small("question/runs.jsonl", ["score"], studies)
     git(root, "rm", "-q", "experiments/studies/earlier/README.md")
@@ -84,6 +87,24 @@ def test_a_forged_record_is_refused_in_a_clone_with_history(old, new, name, repo
     edit(file, old, new)
     (problem,) = records.check_records(file.parent)
     assert "runs.jsonl" in problem and name in problem
+
+
+def test_a_file_that_the_index_no_longer_names_holds_no_small_records(repository):
+    file = repository / "experiments" / "studies" / "question" / "runs.jsonl"
+    (file.parent.parent / records.INDEX).write_text("{}")
+    edit(file, '{"score":[0.25,0.5]}', "{}")
+    edit(file, "0.4]", "0.9]")
+    assert records.check_records(file.parent) == ["whole.json no longer names runs.jsonl; restore its line"]
+    with pytest.raises(ValueError, match="line 1: steps.step is missing"):
+        report.read_rows([file], None, "sums/avg_at_8")
+
+
+def test_whole_records_of_another_branch_are_refused(repository):
+    studies = repository / "experiments" / "studies"
+    other = git(repository, "commit-tree", "HEAD^{tree}", "-m", "no parent")
+    (studies / records.INDEX).write_text(json.dumps({"question/runs.jsonl": other}))
+    (problem,) = records.check_records(studies / "question")
+    assert f"{other[:8]} is no ancestor of HEAD" in problem
 
 
 def test_the_check_of_the_docs_names_a_forged_record(repository, capsys):
@@ -160,7 +181,7 @@ def start(repository, tmp_path, monkeypatch) -> Path:
     record = {"commit": first} | json.loads((folder / starts.RECORD).read_text())
     git(repository, "rm", "-qr", "--cached", "experiments/starts/mine/model")
     (folder / starts.RECORD).write_text(json.dumps(record))
-    (folder / "model" / "model.safetensors").unlink()
+    shutil.rmtree(folder / "model")
     (repository / ".gitignore").write_text((ROOT / ".gitignore").read_text())
     commit(repository, "the start leaves the tree")
     return folder
@@ -187,6 +208,37 @@ def test_a_start_with_another_digest_is_refused(start, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "model/model.safetensors" in line and "SHA-256" in line
     assert not (start / "model" / "model.safetensors").exists()
+
+
+def test_the_record_of_a_start_that_left_is_as_at_its_commit(start, repository, tmp_path):
+    edit(start / starts.RECORD, "5eed", "f00d")
+    edit(start / starts.RECORD, '"model/model.safetensors": "', '"model/model.safetensors": "0')
+    (problem,) = starts.all_problems(starts.STARTS)
+    assert "mine: files, weights of start.json: not as committed" in problem
+    commit(repository, "forged")
+    assert starts.all_problems(starts.STARTS) == [problem]
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repository}", str(tmp_path / "clone"))
+    assert starts.all_problems(tmp_path / "clone" / "experiments" / "starts") == []
+
+
+def test_a_start_is_absent_until_all_files_are_here(start, monkeypatch):
+    write = Path.write_bytes
+
+    def interrupted(file: Path, content: bytes) -> None:
+        write(file, content[:1])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_bytes", interrupted)
+        starts.get("mine")
+    assert starts.is_left(start) and starts.all_problems(starts.STARTS) == []
+    assert list(starts.STARTS.iterdir()) == [start]
+    starts.get("mine")
+    (start / "model" / "config.json").unlink()  # as between two files of a get
+    assert starts.is_left(start) and starts.all_problems(starts.STARTS) == []
+    arguments = ("model.path=experiments/starts/mine/model", "data.train=[{path: a.jsonl}]")
+    run.check_starts([SimpleNamespace(script=ROOT / "train_rl.py", arguments=arguments)])
+    assert (start / "model" / "config.json").read_text() == "{}"
 
 
 def test_a_missing_start_in_a_shallow_clone_names_the_command(
