@@ -1070,7 +1070,7 @@ def test_a_row_from_training_to_the_table(demo_model, python_stand_in, tmp_path,
     line = cells(table.stdout)["small"]
     summary = json.loads((folder / "summary.json").read_text())
     assert float(line[2]) == pytest.approx(summary["avg_at_8_after"], abs=1e-4)
-    assert float(line[10]) == pytest.approx(summary["gradient_token_share"], abs=1e-3)
+    assert float(line[11]) == pytest.approx(summary["gradient_token_share"], abs=1e-3)
 
 
 def test_falls_are_runs_that_end_below_their_start(tmp_path, monkeypatch, capsys):
