@@ -10,6 +10,7 @@ import yaml
 from conftest import ROOT, SMALL, train
 from helpers import make_batch, make_config, make_group, make_prompts
 
+import lifecycle
 import train_rl
 from batch import PolicyOutputs, Request
 from configure import load_config
@@ -81,9 +82,14 @@ def test_a_checkpoint_of_an_earlier_version_keeps_its_teacher():
 
 # ---- an extra of a reader ----------------------------------------------------------------------------------
 class Halves(Extra):
-    """Halves advantages, adds terms to the gain, and changes requests and the tensors of a sync."""
+    """Halves advantages, adds terms to the gain, changes the policy, requests and the tensors of a sync."""
 
     replaces_advantages = True
+
+    def adapt(self, policy, config):
+        policy.register_parameter(
+            f"halves_{len(list(policy.parameters()))}", torch.nn.Parameter(torch.ones(2))
+        )
 
     def requests(self, run, jobs, requests):
         return [replace(request, seed=request.seed + jobs[0].group.prompt_index) for request in requests]
@@ -111,6 +117,19 @@ class Halves(Extra):
 def halves(monkeypatch):
     for module in (train_rl, base):
         monkeypatch.setattr(module, "active", lambda config: [Halves(), Halves()])
+
+
+def test_the_optimizer_takes_the_parameters_that_extras_add(one_rank, monkeypatch):
+    taken = []
+    monkeypatch.setattr(lifecycle.moe_model, "build_policy", lambda *_: torch.nn.Linear(2, 2, bias=False))
+    monkeypatch.setattr(lifecycle.moe_model, "set_group_timeouts", lambda seconds: None)
+    monkeypatch.setattr(
+        lifecycle.moe_model,
+        "deepspeed_engine",
+        lambda policy, _: taken.extend(dict(policy.named_parameters())),
+    )
+    lifecycle.build_trainer(make_config("train.num_steps=1"), [Halves(), Halves()], ROOT, None, None)
+    assert taken == ["weight", "halves_1", "halves_2"]
 
 
 def test_requests_of_a_round_pass_through_all_extras(halves, one_rank, monkeypatch):
