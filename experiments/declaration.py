@@ -1,7 +1,8 @@
 """Check that the runs of a study are as declared and younger than the declaration, and show the declaration.
 
 A study declares in declared.json, before its first run that counts: question, rows, seeds, endpoint,
-contrasts ([[row, parent], ...]), test, correction, stop and prediction, and may name the commit of its code.
+contrasts ([{"row": ..., "parent": ...}, ...]; the effect is row - parent), test, correction, stop and
+prediction, and may name the commit of its code.
 Each line of the study's *.jsonl names the commit of its run. `python experiments/report.py --check` refuses a
 study
 
@@ -53,24 +54,45 @@ def read_declaration(file: Path) -> dict:
     missing = [key for key in KEYS if key not in declared]
     if missing:
         raise ValueError(f"{file}: {', '.join(missing)} is missing")
+    contrasts = declared["contrasts"] if isinstance(declared["contrasts"], list) else [None]
     for key, form, has_form in (
         ("rows", "a list of names", is_list_of(declared["rows"], str)),
         ("seeds", "a list of whole numbers", is_list_of(declared["seeds"], int)),
-        ("contrasts", "a list of [row, parent]", is_list_of(declared["contrasts"], list, length=2)),
+        ("contrasts", 'a list of {"row": ..., "parent": ...}', all(map(is_contrast, contrasts))),
     ):
         if not has_form:
             raise ValueError(f"{file}: {key} must be {form}, not {json.dumps(declared[key])[:80]}")
-    unknown = {row for pair in declared["contrasts"] for row in pair} - set(declared["rows"])
+    unknown = {row for pair in contrasts_of(declared) for row in pair} - set(declared["rows"])
     if unknown:
         raise ValueError(f"{file}: contrasts name {', '.join(sorted(unknown))}, which is not among the rows")
     return declared
 
 
-def is_list_of(values: object, kind: type, length: int | None = None) -> bool:
-    """Tell whether a value is a list of values of a type, each of this length if there is one."""
-    if not isinstance(values, list):
-        return False
-    return all(type(value) is kind and (length is None or len(value) == length) for value in values)
+def is_list_of(values: object, kind: type) -> bool:
+    """Tell whether a value is a list of values of a type."""
+    return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
+def is_contrast(value: object) -> bool:
+    """Tell whether a value is {"row": name, "parent": name}, or [row, parent] as in older declarations."""
+    names = list(value.values()) if isinstance(value, dict) and value.keys() == {"row", "parent"} else value
+    return is_list_of(names, str) and len(names) == 2
+
+
+def contrasts_of(declared: dict) -> list[tuple[str, str]]:
+    """Return the declared contrasts as (row, parent)."""
+    pairs = declared["contrasts"]
+    return [(pair["row"], pair["parent"]) if isinstance(pair, dict) else tuple(pair) for pair in pairs]
+
+
+def check_order(file: Path, declared: dict) -> None:
+    """Raise ValueError for lists as contrasts before the first run: their order has no names to check."""
+    lists = [f"{row} - {parent}" for row, parent in contrasts_of(declared)]
+    if any(isinstance(pair, list) for pair in declared["contrasts"]) and not records_of(file.parent):
+        raise ValueError(
+            f"{file}: contrasts are lists, which would be read as {', '.join(lists)}; name the order before "
+            'the first run: {"row": ..., "parent": ...}'
+        )
 
 
 def digest_of(declared: dict) -> str:
@@ -298,6 +320,7 @@ def warnings_of_launch(
         if not file.is_file():
             continue
         declared = read_declaration(file)
+        check_order(file, declared)
         names = [row.stem for row in rows if row.parent == folder and row.stem not in declared["rows"]]
         names += [f"seed {seed}" for seed in seeds if seed not in declared["seeds"]]
         admitted = admitted_deviations(folder)
@@ -311,7 +334,7 @@ def warnings_of_launch(
 def table_lines(declared: dict) -> list[str]:
     """Return a declaration as a table, with its digest; pipes, as in "log |tau|", are escaped."""
     values = {key: declared[key] for key in SHOWN}
-    values["contrasts"] = ", ".join(f"{row} - {parent}" for row, parent in declared["contrasts"])
+    values["contrasts"] = ", ".join(f"{row} - {parent}" for row, parent in contrasts_of(declared))
     seeds = ", ".join(map(str, declared["seeds"]))
     rows = [("rows", ", ".join(declared["rows"])), ("seeds", seeds), *values.items()]
     rows += [("commit", declared["commit"])] if "commit" in declared else []

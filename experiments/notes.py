@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.declaration import digest_of, is_before_declarations, read_declaration
+from experiments.declaration import contrasts_of, digest_of, is_before_declarations, read_declaration
 
 Records = dict[str, list[dict]]  # {row: records of its runs, by seed}
 
@@ -150,7 +150,7 @@ def has_metric(text: str, metric: str) -> bool:
 
 def contrast_notes(declared: dict[str, dict], shown: Shown) -> list[str]:
     """Name comparisons outside of the declaration, and declared contrasts that Holm's correction lacks."""
-    contrasts = {tuple(pair) for each in declared.values() for pair in each["contrasts"]}
+    contrasts = {pair for each in declared.values() for pair in contrasts_of(each)}
     notes = []
     for text, pairs in (
         ("Exploratory, not among the declared contrasts", (shown.compared | shown.corrected) - contrasts),

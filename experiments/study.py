@@ -43,7 +43,7 @@ from pathlib import Path
 
 from experiments import report, run, starts
 from experiments.bench.common import markdown, write_json
-from experiments.declaration import read_declaration
+from experiments.declaration import check_order, read_declaration
 from experiments.history import git
 from experiments.records import missing_study
 from experiments.tuning import candidates, choice_of, is_tuned, recorded_tuning
@@ -310,6 +310,7 @@ def runs_to_launch(args: argparse.Namespace, study: Path, declared: dict) -> lis
     todo = [one for one in unfinished if one not in failed][: args.runs]
     run.check_starts(todo, args.dry_run)
     if todo and not args.dry_run:
+        check_order(study / "declared.json", declared)
         check_files(todo, study)
         check_checkout()
     return todo

@@ -10,7 +10,8 @@ from experiments.notes import Shown, notes_of, ranges
 
 DECLARED = {
     "question": "?", "rows": ["off", "on"], "seeds": [0, 1], "endpoint": "accuracy",
-    "contrasts": [["on", "off"]], "test": "paired t-test", "correction": "none", "stop": "100 steps",
+    "contrasts": [{"row": "on", "parent": "off"}], "test": "paired t-test", "correction": "none",
+    "stop": "100 steps",
     "prediction": "+0.02",
 }  # fmt: skip
 
@@ -120,6 +121,10 @@ def test_a_mistake_is_found_before_the_first_run(study):
         ({"rows": "on"}, "rows must be a list of names"),
         ({"contrasts": ["on - off"]}, "contrasts"),
         ({"contrasts": [["on"]]}, "contrasts"),
+        ({"contrasts": {"row": "on", "parent": "off"}}, "contrasts"),
+        ({"contrasts": [{"row": "on"}]}, "contrasts"),
+        ({"contrasts": [{"row": "on", "parents": "off"}]}, "contrasts"),
+        ({"contrasts": [{"row": "on", "parent": "of"}]}, "of, which is not among the rows"),
         ({"contrasts": [["on", "of"]]}, "of, which is not among the rows"),
         ({"rows": ["off", "on", "max"]}, "max has no max.yaml"),
     ):
@@ -141,6 +146,17 @@ def test_a_launch_warns_of_runs_that_no_table_would_take(study):
     assert "uncommitted" in unclean
     (folder / "declared.json").unlink()
     assert declaration.warnings_of_launch(rows, [2], is_clean=False) == []
+
+
+@pytest.mark.parametrize("pairs", [[["off", "on"]], [["on", "off"], {"row": "on", "parent": "off"}]])
+def test_contrasts_without_names_are_refused_before_the_first_run_and_valid_after_it(study, pairs):
+    folder, _, commit = study
+    (folder / "declared.json").write_text(json.dumps(DECLARED | {"contrasts": pairs}))
+    with pytest.raises(ValueError, match=" - ".join(pairs[0])):
+        declaration.warnings_of_launch([folder / "on.yaml"], [0], is_clean=True)
+    problems(folder, commit=commit)  # writes a record
+    assert declaration.warnings_of_launch([folder / "on.yaml"], [0], is_clean=True) == []
+    assert declaration.contrasts_of({"contrasts": pairs})[0] == tuple(pairs[0])
 
 
 # ---- tuning, choice and test -------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from runtime import provenance
 
 DECLARED = {
     "question": "?", "rows": ["off", "on"], "seeds": [0, 1, 2], "endpoint": "accuracy",
-    "contrasts": [["on", "off"]], "test": "paired t-test", "correction": "none", "stop": "100 steps",
+    "contrasts": [{"row": "on", "parent": "off"}], "test": "paired t-test", "correction": "none",
+    "stop": "100 steps",
     "prediction": "+0.02", "instances": {"recipe": "chains", "seeds_each": 1},
 }  # fmt: skip
 BASE = 'data: {train: [{path: data/built/chains/train.jsonl, kind: "data.rewards:score"}]}\n'

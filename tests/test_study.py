@@ -169,7 +169,7 @@ def small_study(tmp_path, monkeypatch):
     folder = tmp_path / "studies" / "small"
     folder.mkdir(parents=True)
     declared = json.loads((ROOT / "experiments/studies/losses_tuned/declared.json").read_text())
-    declared |= {"rows": ["espo", "grpo"], "contrasts": [["espo", "grpo"]], "seeds": [0, 1]}
+    declared |= {"rows": ["espo", "grpo"], "contrasts": [{"row": "espo", "parent": "grpo"}], "seeds": [0, 1]}
     declared["tuning"] = {
         "seeds": [200, 201], "metric": "avg_at_8", "rates": [0.25, 0.5],
         "clips": {"grpo": ["algorithm.clip_eps_low=0.1", "algorithm.clip_eps_low=0.2"]},
