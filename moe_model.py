@@ -1441,6 +1441,12 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
     return engine
 
 
+def forget_gradients(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Delete the gradients of a skipped update: with offload, DeepSpeed 0.19 would add them to the next."""
+    averaged = getattr(engine.optimizer, "averaged_gradients", {})
+    averaged.update(dict.fromkeys(averaged))
+
+
 def optimizer_shard(engine: deepspeed.DeepSpeedEngine) -> dict:
     """Return this rank's float32 weights and AdamW's states, valid for the same checkpoint.topology()."""
     adamw = engine.optimizer.optimizer  # AdamW over this rank's float32 partitions

@@ -1107,6 +1107,7 @@ def update_policy(
         with threads_of_step(train):
             trainer.step()
         if trainer.optimizer.overflow:
+            moe_model.forget_gradients(trainer)
             handle_nonfinite("loss", batch, work.suspects, config, step)
         work.end_update(trainer)
     metrics = work.metrics(batch, config)

@@ -172,11 +172,47 @@ def nonfinite(folder: Path) -> dict:
     engine = start_engine(
         make_config("train.learning_rate=0.1", "model.dtype=float32"), folder / "model", group
     )
-    return {
+    skips = {precision: after_bad_updates(completions, folder, group, precision) for precision in PRECISIONS}
+    return {"skips": skips} | {
         (case, on_nonfinite): run_nonfinite(case, on_nonfinite, completions, engine, folder)
         for case in ("loss", "gradient", "reward")
         for on_nonfinite in ("stop", "skip")
     }
+
+
+BAD_FACTORS = {"infinite": math.inf, "not a number": math.nan, "norm beyond float32": 1e30}
+PRECISIONS = [
+    (dtype, *zero) for dtype in ("float32", "bfloat16") for zero in ((1, False), (2, False), (2, True))
+]
+
+
+def after_bad_updates(completions: list[dict], folder: Path, group, precision: tuple) -> list[tuple]:
+    """Take updates on two engines; one of them also gets a bad update before each one.
+
+    Returns for each bad update whether it was skipped, and whether both engines are bitwise equal after the
+    next update, weights and optimizer.
+    """
+    dtype, stage, offload = precision
+    config = make_config(
+        "train.learning_rate=0.01", f"model.dtype={dtype}", f"train.zero_stage={stage}",
+        f"train.offload_optimizer={offload}", f"run.dir={folder / 'skips'}", "run.on_nonfinite=skip",
+    )  # fmt: skip
+    engines = [start_engine(config, folder / "model", group) for _ in range(2)]
+    results = []
+    for factor in (1.0, *BAD_FACTORS.values()):
+        bad = finite_batch(completions)
+        if factor == 1e30:
+            bad.advantages *= factor
+        elif dist.get_rank() == 1:  # one completion of one rank
+            bad.advantages[2] *= factor
+        metrics = [] if factor == 1.0 else [train_rl.update_policy(engines[0], bad, config, step=4)]
+        metrics += [train_rl.update_policy(engine, finite_batch(completions), config) for engine in engines]
+        states = [[*weights_of(e.module).values(), *moe_model.optimizer_shard(e)["masters"]] for e in engines]
+        moments = [moe_model.optimizer_shard(e)["adamw"]["state"].values() for e in engines]
+        states = [state + [m["exp_avg_sq"] for m in of_all] for state, of_all in zip(states, moments)]
+        skipped = [m["nonfinite_updates_max"][0] for m in metrics]
+        results.append((skipped, all(map(torch.equal, *states))))
+    return results
 
 
 # ------------------------------------------------------------------------------------------------------------

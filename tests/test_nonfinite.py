@@ -52,6 +52,13 @@ def test_two_ranks_skip_the_update(case, on_nonfinite):
         assert saved["rows"] == [2]
 
 
+def test_a_skipped_update_leaves_nothing_behind():
+    """Weights and optimizer are bitwise those of a run without bad updates, at each precision and stage."""
+    for precision, (first, *after_bad) in SUITE.results()[0]["skips"].items():
+        assert first == ([0, 0], True), precision
+        assert after_bad == [([1, 0, 0], True)] * 3, precision
+
+
 @pytest.fixture(scope="module")
 def broken_judge(demo_model, tmp_path_factory):
     """Save a reward model with a NaN in the embedding of the token 7."""
