@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from tests.mutants import MUTANTS
 from tests.patience import limit
 
 FLOORS = (  # a file imports from files on the same floor or below; imports have no circles
@@ -307,6 +308,18 @@ def documented(tree: ast.Module) -> list[ast.AST]:
 def test_public_code_has_docstrings(path):
     nodes = [node for node in documented(parse(path)) if not ast.get_docstring(node)]
     assert not [getattr(node, "name", "the module") for node in nodes]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=range(1, 1 + len(MUTANTS)))
+def test_each_mutant_fits_the_present_code(mutant):
+    """`python -m tests.mutants` puts these faults into the code; a changed text is mended in mutants.txt."""
+    source = (ROOT / mutant.file).read_text()
+    assert source.count(mutant.text) == 1, (
+        f"tests/mutants.txt: {mutant.file} lacks, or repeats, {mutant.text}"
+    )
+    ast.parse(source.replace(mutant.text, mutant.replacement))
+    assert mutant.text != mutant.replacement and mutant.tests
+    assert not [name for name in mutant.tests if not (ROOT / f"tests/test_{name}.py").is_file()]
 
 
 @pytest.mark.parametrize("stack", ["cpu", "gpu"])
