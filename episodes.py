@@ -30,6 +30,7 @@ from reward import Verdict, worker_options
 from rollout import Event
 from runtime.metrics import warn_once
 from settings import Config
+from verifiers.answer import final_answer, opened_thought
 from verifiers.kinds import ENVIRONMENT
 from verifiers.own import check_score, load_function
 from verifiers.sandbox import check_sandbox
@@ -78,9 +79,9 @@ def llama_calls(text: str) -> list[Call]:
 FORMATS: dict[str, Callable[[str], list[Call]]] = {"hermes": hermes_calls, "llama": llama_calls}
 
 
-def calls_of(text: str, call_format: str) -> list[Call]:
-    """Find the calls in a turn; thoughts up to </think> call nothing."""
-    return FORMATS[call_format](text.rpartition("</think>")[2])
+def calls_of(text: str, call_format: str, opening: str = "") -> list[Call]:
+    """Find the calls in a turn; a thought calls nothing. opening: see verifiers.answer.final_answer()."""
+    return FORMATS[call_format](final_answer(text, opening) or "")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -109,6 +110,7 @@ class Extension:
         system = [{"role": "system", "content": "s"}] if has_system else []
         self.opening = [*system, {"role": "user", "content": "q"}]
         self.prompt = template.text(self.opening)
+        self.thought = opened_thought(self.prompt)
 
     def text(self, messages: list[dict], history: Sequence[dict] = (), turn: str = "a") -> str:
         """Return the text after a turn, up to the next turn; ValueError if the template changes the past.
@@ -383,9 +385,12 @@ class Episodes:
     def end_turn(self, row: int, turn: Completion, routes: np.ndarray | None) -> None:
         """Record a turn of the policy, and start its calls or the environment's step."""
         episode = self.episodes[row]
-        text = self.interaction.extension.turn_text(turn.token_ids)
+        extension = self.interaction.extension
+        text = extension.turn_text(turn.token_ids)
         episode.add_turn(turn, text, routes)
-        calls = calls_of(text, self.interaction.call_format) if self.interaction.tools else []
+        calls = []
+        if self.interaction.tools:
+            calls = calls_of(text, self.interaction.call_format, extension.thought)
         episode.has_open_call = bool(calls)
         if turn.finish_reason != "stop":
             self.end(row, turn.finish_reason)

@@ -29,6 +29,7 @@ from data.prompts import Prompt
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
 from runtime.metrics import warn_once
 from settings import JudgeMode
+from verifiers.answer import final_answer, opened_thought
 from verifiers.own import explain, load_function
 from verifiers.verdict import SIGNS, last_verdict
 
@@ -157,7 +158,8 @@ class GenerativeJudge:
             for prompt, first, second in zip(prompts, firsts, seconds, strict=True)
         ]
         answers = self.generate(questions) if questions else []
-        verdicts = [last_verdict(answer) for answer in checked_answers(answers, len(questions))]
+        answers = checked_answers(answers, len(questions))
+        verdicts = [last_verdict(final_answer(answer) or "") for answer in answers]
         self.num_answers += len(verdicts)
         self.num_unreadable += verdicts.count(None)
         return [SIGNS[verdict] if verdict else 0 for verdict in verdicts]
@@ -234,7 +236,9 @@ def load_greedy_chat(
                 "context; longer questions lose their beginning, so use a judge with a longer context or a "
                 "smaller rollout.max_new_tokens"
             )
-        answer_of = {question: output.outputs[0].text for question, output in zip(distinct, outputs)}
+        ends = [llm.get_tokenizer().decode(output.prompt_token_ids[-16:]) for output in outputs]
+        answers = [opened_thought(end) + output.outputs[0].text for end, output in zip(ends, outputs)]
+        answer_of = dict(zip(distinct, answers))
         return [answer_of[question] for question in questions]
 
     return generate

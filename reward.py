@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING
 import verifiers.chain
 import verifiers.math
 import verifiers.verdict
-from verifiers.kinds import RULE_KINDS, SLOW_KINDS, functions_of, parts_of
+from verifiers.answer import final_answer, opened_thought
+from verifiers.kinds import KINDS, RULE_KINDS, SLOW_KINDS, functions_of, parts_of
 from verifiers.own import COMMON_ARGUMENTS, check_score, explain, load_function
 from workers import (
     MAX_DETAIL,
@@ -89,20 +90,35 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
                Kinds from untrusted data must not get here: data.prompts.load_prompts refuses function names.
     "0.8*math + 0.2*rewards.py:brevity"  the weighted mean; the first kind decides the status
 
+    Built-in kinds judge the text after the thought (verifiers/answer.py), and a completion that ends inside
+    of its thought has status "no_answer". Custom functions get the whole text.
+
     fields: prompt, messages and the columns of the row, for custom functions and for code. Status "error"
     means that scoring raised an exception or that the reference answer cannot be parsed.
     Raises ValueError for an unknown kind, TypeError for a completion or an answer that is not a string.
     """
     _check(kind, completion, answer)
-    verdict = _verify(kind, completion, answer, fields, {})
+    verdict = _verify(kind, completion, answer, fields, {}, _opening(fields))
     return event_loop().run(verdict) if _is_async(kind) else finish(verdict)
 
 
-async def _verify(kind: str, completion: str, answer: str, fields: dict, code_limits: dict) -> Verdict:
-    """Score a completion; code_limits: limits of verifiers.code.verify."""
-    verdicts = {
-        term: await _verify_part(term, completion, answer, fields, code_limits) for _, term in parts_of(kind)
-    }
+def _opening(fields: dict) -> str:
+    """Return the tag that opens the completion's thought in the prompt, or ""."""
+    return opened_thought(fields["prompt"]) if isinstance(fields.get("prompt"), str) else ""
+
+
+async def _verify(
+    kind: str, completion: str, answer: str, fields: dict, code_limits: dict, opening: str
+) -> Verdict:
+    """Score a completion; code_limits: limits of verifiers.code.verify; opening: see final_answer()."""
+    final = final_answer(completion, opening)
+    verdicts = {}
+    for _, term in parts_of(kind):
+        if term in KINDS and final is None:
+            verdicts[term] = Verdict(0.0, "no_answer", "the completion ends inside of its thought")
+        else:
+            text = final if term in KINDS else completion
+            verdicts[term] = await _verify_part(term, text, answer, fields, code_limits)
     if len(verdicts) == 1:
         return verdicts.popitem()[1]
     rewards = {term: verdict.reward for term, verdict in verdicts.items()}
@@ -254,6 +270,7 @@ class Scoring(Task[Verdict]):
     completion: str | list[int]
     answer: str
     fields: dict
+    opening: str = ""  # tag that opens the thought at the end of the prompt
 
     reply_type = Verdict
 
@@ -274,7 +291,7 @@ class Scoring(Task[Verdict]):
         """Return the task with the fields that the kind reads."""
         names = [] if self.is_fast else traits.fields
         fields = {name: value for name, value in self.fields.items() if names is None or name in names}
-        return [self.kind, self.completion, self.answer, fields]
+        return [self.kind, self.completion, self.answer, fields, self.opening]
 
     def prepare(self) -> Traits:
         """Import the verifiers and functions of the kind; run() reports an import that fails."""
@@ -299,7 +316,7 @@ class Scoring(Task[Verdict]):
     async def run(self, worker: Worker) -> Verdict:
         """Score the completion."""
         text = worker.decode(self.completion)
-        return await _verify(self.kind, text, self.answer, self.fields, worker.code_limits)
+        return await _verify(self.kind, text, self.answer, self.fields, worker.code_limits, self.opening)
 
 
 @functools.cache
@@ -330,7 +347,8 @@ class RewardPool(WorkerPool[Verdict]):
         _check(kind, completion, answer, (str, list))
         if isinstance(completion, list) and not self.options.tokenizer:
             raise ValueError("token ids need a pool with a tokenizer; pass tokenizer= or text")
-        self.put(key, Scoring(kind, completion, answer, fields or {}))
+        fields = fields or {}
+        self.put(key, Scoring(kind, completion, answer, fields, _opening(fields)))
 
 
 def worker_options(settings: "RewardSettings", log_path: str | os.PathLike | None) -> dict:

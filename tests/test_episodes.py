@@ -54,6 +54,7 @@ ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
         (f"x<tool_call>\n{ADD}\n</tool_call>y", [Call("add", {"a": 1, "b": 2})]),
         (f"<tool_call>{ADD}</tool_call><tool_call>{ADD}", [Call("add", {"a": 1, "b": 2})] * 2),
         (f"<think><tool_call>{ADD}</tool_call></think>none", []),
+        (f"<think><tool_call>{ADD}</tool_call>", []),
         ('<tool_call>{"name": "f"}</tool_call>', [Call("f", {})]),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [Call("f", {"a": 1})]),
     ],

@@ -372,7 +372,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, tests": 29950,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 10400,
-    "lines of Python, verifiers": 2180,
+    "lines of Python, verifiers": 2210,
 }
 
 

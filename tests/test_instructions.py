@@ -107,10 +107,10 @@ def test_every_form_of_the_answer_gives_the_same_reward():
     columns = {"instruction_id_list": names, "kwargs": arguments, "key": 7}
     expected = (2 / 3, "wrong", "not met: change_case:english_capital")
     for answer, fields in ((json.dumps(rows), {}), (json.dumps(columns), {}), ("", columns), ("7", columns)):
-        score, status, detail = verify("<think>A, b.</think>So is it", answer, **fields)
+        score, status, detail = verify("So is it", answer, **fields)
         assert (pytest.approx(score), status, detail) == expected
     assert verify("IT", json.dumps(rows)) == (1.0, "ok", "")
-    assert verify("<think>IT</think>\n", json.dumps(rows)) == (0.0, "no_answer", "")
+    assert verify("\n", json.dumps(rows)) == (0.0, "no_answer", "")
 
 
 WORDS = {"id": "length_constraints:number_words", "num_words": 3}

@@ -274,6 +274,8 @@ def test_folders_without_a_scalar_judge_are_refused(judge_folder, tiny_folder, t
     ("the first is better than the second, which is worse", 0, 1),
     ("I am asked for Verdict: Better|Tie|Worse", 0, 1),
     ("Betterment", 0, 1),
+    ("<think>Better</think>\nVerdict: Worse", -1, 0),
+    ("<think>Better, but wait", 0, 1),
     ("", 0, 1),
 ])  # fmt: skip
 def test_the_last_verdict_of_an_answer_counts(answer, sign, num_unreadable):

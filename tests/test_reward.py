@@ -135,6 +135,63 @@ def test_verdicts(kind, completion, answer, expected):
     assert verify(kind, completion, answer) == expected
 
 
+RIGHT = {  # {kind: (reference answer, right completion, wrong completion)}
+    "exact": ("Rome", "Rome", "Oslo"),
+    "characters": ("Rome", "Rome", "####"),
+    "numeric": ("4", "It is 4.", "It is 5."),
+    "gsm8k": ("so 4\n#### 4", "#### 4", "#### 5"),
+    "math": ("4", r"The answer is 4.", r"So \boxed{5}."),
+    "verdict": ("Worse", "Verdict: Worse", "Verdict: Better"),
+    "chain": ("b-5*3+4=7", "b-5*3+4=7", "b-5*3+4=8"),
+    "code": ('["assert f(1) == 2"]', "```python\nf = lambda x: x + 1\n```", "```python\nf = abs\n```"),
+    "instructions": ('[{"id": "punctuation:no_comma"}]', "Yes it is", "Yes, it is"),
+}
+TAGS = [
+    ("<think>", "</think>"), ("<thinking>\n", "\n</thinking>\n\n"), ("[THINK]", "[/THINK]"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ("Let me see. <reasoning>", "</reasoning>"), ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_the_answer_of_every_kind_is_the_text_after_the_thought(kind):
+    """The same holds if the prompt opens the thought, so that the completion has the closing tag or none."""
+
+    def rewards(pairs: list[tuple[str, str]]) -> list[tuple[float, str]]:
+        verdicts = [verify(kind, text, answer, prompt=prompt) for prompt, text in pairs]
+        return [(verdict.reward, verdict.status) for verdict in verdicts]
+
+    answer, right, wrong = RIGHT[kind]
+    for opening, closing in TAGS:
+        prompt = "Hi?<|im_start|>assistant\n" + opening
+        for before, end in ((right, wrong), (wrong, right)):
+            texts = [("Hi?", opening + before + closing + end), (prompt, before + closing + end)]
+            texts += [("Hi?", before + closing + end), ("Hi?", opening + closing + end)]
+            texts += [("Hi?", opening + "a" + closing + opening + before + closing + end), ("Hi?", end)]
+            assert rewards(texts) == [(1.0, "ok") if end is right else (0.0, "wrong")] * 6
+        cut = [("Hi?", opening + right), ("Hi?", wrong + opening + right), (prompt, right)]
+        cut += [("Hi?", opening + "a" + closing + opening + right), (prompt, opening + right), (prompt, "")]
+        if opening != TAGS[0][0]:
+            cut.append(("Hi?", opening + "</think>" + right))
+        assert rewards(cut) == [(0.0, "no_answer")] * len(cut)
+        done = [(prompt + closing, right), (f"Use {opening} and {closing}.\nHi?", right)]
+        assert rewards([*done, (f"Think after {opening}. Hi?", right)]) == [(1.0, "ok")] * 3
+
+
+def test_workers_know_the_thought_that_the_prompt_opened(tmp_path):
+    """A function of your own gets the whole text; the rule of a sum judges the text after the thought."""
+    (tmp_path / "own.py").write_text("def score(completion):\n    return completion.startswith('so')\n")
+    name = f"{tmp_path}/own.py:score"
+    for kind, rewards in (("numeric", [0.0, 1.0, 1.0]), (f"1*numeric + 1*{name}", [0.5, 1.0, 1.0])):
+        with RewardPool() as pool:
+            pool.submit("cut", kind, "so 4", "4", {"prompt": "2 + 2?\n<think>\n"})
+            pool.submit("ended", kind, "so 5</think>4", "4", {"prompt": "2 + 2?\n<think>\n"})
+            pool.submit("none", kind, "so 4", "4", {"prompt": "2 + 2?\n<think>\n\n</think>\n"})
+            verdicts = pool.collect()
+        assert [verdict.reward for verdict in verdicts.values()] == rewards
+        assert not any(verdict.failed for verdict in verdicts.values())
+
+
 BAD_REFERENCES = [
     ("exact", "  "), ("characters", "  "), ("numeric", "five"), ("numeric", "1 or 2"), ("gsm8k", "#### "),
     ("math", " "), ("math", r"\frac{1}{"), ("math", r"}, {"), ("math", r"$\text{ }$"), ("math", "?"),

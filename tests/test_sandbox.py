@@ -385,7 +385,6 @@ def fenced(program: str) -> str:
         ("```Python3\na = 1\n```", "a = 1\n"),
         ("```\na = 1\n```\n```\na = 2\n```", "a = 2\n"),
         ("1. So:\n   ```py\n   if a:\n       b = 1\n   ```", "if a:\n    b = 1\n"),
-        ("<think>```python\na = 1\n```</think>```python\na = 2\n```", "a = 2\n"),
         ("<answer>```python\na = 1\n```</answer>", "a = 1\n"),
         ("<answer>```Python\na = 1```</answer>", "a = 1"),
         ("Here is the code: ```python\na = 1\n```\nIt sets a.", "a = 1\n"),

@@ -81,19 +81,18 @@ def verify(
 def extract_program(completion: str) -> str | None:
     """Return the last ```python block, else the last block, else the full text if the text is Python.
 
-    Text up to </think> is skipped. An unclosed block extends to the end of the text, as in verl. Text counts
-    as Python if it parses and has a call, an assignment, a function or a class.
+    An unclosed block extends to the end of the text, as in verl. Text counts as Python if it parses and has a
+    call, an assignment, a function or a class.
     """
-    text = completion.rpartition("</think>")[2]
-    tagged_blocks = [((match[1] or match[2] or "").lower(), match[3]) for match in FENCE.finditer(text)]
+    tagged_blocks = [((match[1] or match[2] or "").lower(), match[3]) for match in FENCE.finditer(completion)]
     python_blocks = [code for tag, code in tagged_blocks if tag in ("python", "py", "python3")]
     blocks = python_blocks or [code for _, code in tagged_blocks]
     if blocks:
         return textwrap.dedent(blocks[-1]) if blocks[-1].strip() else None
     try:
-        nodes = ast.walk(ast.parse(text))
+        nodes = ast.walk(ast.parse(completion))
         kinds = (ast.Call, ast.Assign, ast.FunctionDef, ast.ClassDef)
-        return text if any(isinstance(node, kinds) for node in nodes) else None
+        return completion if any(isinstance(node, kinds) for node in nodes) else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -37,22 +37,17 @@ def verify(completion: str, answer: str, **columns) -> tuple[float, str, str]:
 
     answer: JSON, either [{"id": name, argument: value, ...}, ...] or IFEval's {"instruction_id_list": [name,
     ...], "kwargs": [{argument: value, ...}, ...]}. Otherwise the columns instruction_id_list and kwargs of
-    the row are used. Text up to </think> is skipped. Status "error": the answer cannot be parsed.
+    the row are used. Status "error": the answer cannot be parsed.
     """
     try:
         verdicts = instruction_verdicts(completion, answer, columns)
     except ValueError as error:
         return 0.0, "error", str(error)
-    if not answer_text(completion):
+    if not completion.strip():
         return 0.0, "no_answer", ""
     failed = [name for name, is_met in verdicts if not is_met]
     reward = 1 - len(failed) / len(verdicts)
     return (reward, "wrong", "not met: " + ", ".join(failed)) if failed else (1.0, "ok", "")
-
-
-def answer_text(completion: str) -> str:
-    """Return the text that is judged: the completion after the last </think>, without outer white space."""
-    return completion.rpartition("</think>")[2].strip()
 
 
 def instruction_verdicts(completion: str, answer: str, columns: dict) -> list[tuple[str, bool]]:
@@ -61,7 +56,7 @@ def instruction_verdicts(completion: str, answer: str, columns: dict) -> list[tu
     An empty text meets no constraint. answer and columns: see verify(). ValueError for a bad constraint.
     """
     constraints = read_constraints(answer, columns)
-    text = answer_text(completion)
+    text = completion.strip()
     return [(name, bool(text) and is_met(text)) for name, is_met in constraints]
 
 
