@@ -57,7 +57,7 @@ from memory_plan import (
 from moe_model import num_experts_of
 from reward import RewardPool, Verdict, check_functions, impossible_references, score_of, start_pool
 from rollout import RolloutEngine, SyncReport, check_driver, invalid_route, stops_of
-from runtime.agreement import check_ranks_agree, wait_for_ranks
+from runtime.agreement import check_inputs_agree, check_ranks_agree, digests_of_input, wait_for_ranks
 from runtime.checkpoint import (
     HashingWriter,
     TrainState,
@@ -206,6 +206,7 @@ def prepare_data(
 ) -> LaunchData:
     """Check model, memory and files, load the prompts, and start the reward workers. Collective."""
     model_dir = moe_model.model_folder(checkpoint / "model" if checkpoint else config.model.path)
+    check_inputs_agree(input_files(stage_configs(config), model_dir))
     hf_config = moe_model.load_config(model_dir)
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts_of(hf_config))
     node = None if torch.cuda.is_available() else node_memory(config.run.memory_gib)
@@ -215,6 +216,7 @@ def prepare_data(
     tokenizer = load_tokenizer(model_dir)
     pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
+    check_inputs_agree(loaded.digests())
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
     refuse_other_prompts(checkpoint, loaded.train, config)
     check_fixed_models(largest, state)
@@ -223,6 +225,27 @@ def prepare_data(
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, device, memory_line)
     return LaunchData(launch, model_dir, ep_group, pool, interaction, offline_scores)
+
+
+def input_files(configs: list[Config], model_dir: Path) -> dict[str, str]:
+    """Return {setting and file: digest} of the files beside those of data.train and data.eval.
+
+    configs: settings of each stage; model_dir: of the policy, which at a resume is in the checkpoint.
+    """
+    digests = digests_of_input("model.path", model_dir)
+    if any(config.algorithm.kl_coef > 0 for config in configs):
+        reference = moe_model.model_folder(configs[0].model.path)
+        digests |= digests_of_input("model.path (reference)", reference)
+    for config in configs:
+        paths = {
+            "reward.judge_path": config.reward.judge_path,
+            "zero_variance.offline_scores": config.zero_variance.offline_scores,
+        }
+        for extra in active(config):
+            paths |= extra.inputs(config)
+        for setting, path in paths.items():
+            digests |= digests_of_input(setting, Path(path)) if path else {}
+    return digests
 
 
 def build_engine_and_policy(config: Config, data: LaunchData, device: torch.device) -> dict[str, Any]:

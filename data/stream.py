@@ -4,7 +4,8 @@ import functools
 import hashlib
 import itertools
 import json
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,18 @@ class LoadedSets:
     def by_name(self) -> dict[str, tuple[list[Prompt], list[list[int]]]]:
         """Return {name: (prompts, token ids)} of the held-out sets, and of the training prompts as ""."""
         return {"": (self.train, self.train_ids), **self.eval_sets}
+
+    def digests(self) -> dict[str, str]:
+        """Return {set: number and digest of its prompts, with token ids and order}."""
+        hashes = defaultdict(hashlib.sha256)
+        counts: Counter[str] = Counter()
+        for name, (prompts, prompt_ids) in self.by_name().items():
+            for prompt, ids in zip(prompts, prompt_ids):
+                place = f"data.eval {name}" if name else f"data.train {prompt.source}"
+                columns = json.dumps([prompt.kind, prompt.difficulty, prompt.columns], sort_keys=True)
+                hashes[place].update(f"{prompt_sha(prompt)}{columns}".encode() + array("q", ids).tobytes())
+                counts[place] += 1
+        return {place: f"{hashes[place].hexdigest()[:16]}, {counts[place]:,} rows" for place in counts}
 
     def everyone(self) -> list[Prompt]:
         """Return the training prompts and all held-out prompts."""

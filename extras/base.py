@@ -108,6 +108,10 @@ class Extra:
         """Return {name in versions.json: folder of a model that is not trained}."""
         return {}
 
+    def inputs(self, config) -> dict[str, str | None]:
+        """Return {setting: file or folder} of what every rank reads by itself, to compare the copies."""
+        return {}
+
     # ---- set-up ----
     def check(self, launch: Launch) -> None:
         """Read small files; ValueError if they do not fit, before an engine starts. Collective."""

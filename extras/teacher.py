@@ -212,6 +212,12 @@ class TeacherExtra(Extra):
         """Name the teacher."""
         return {"teacher_weights": config.teacher.path}
 
+    def inputs(self, config):
+        """Name the teacher and its pass rates."""
+        teacher_config(config.teacher.path)  # whose error names the setting
+        folder = moe_model.model_folder(config.teacher.path)
+        return {"teacher.path": str(folder), "teacher.scores": config.teacher.scores}
+
     def check(self, launch):
         """Refuse a teacher or pass rates that do not fit, or that have changed since the checkpoint."""
         recorded = launch.state.extras.setdefault("teacher", {})

@@ -167,7 +167,7 @@ SMALL = [  # six quick steps with two checkpoints before the last one
 
 def train(*settings, ranks=2, start=preloaded.run, **options) -> subprocess.CompletedProcess:
     """Run train_rl.py on some ranks."""
-    return start(ranks, "train_rl.py", *settings, **options)
+    return start(ranks, ROOT / "train_rl.py", *settings, **options)
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ def run(
     *arguments: object,
     timeout_s: float = 240,
     env: dict[str, str] | None = None,
-    cwd: Path = ROOT,
+    cwd: Path | list[Path] = ROOT,
     kill_when: Callable[[], bool] | None = None,
     num_nodes: int = 1,
 ) -> subprocess.CompletedProcess:
@@ -108,14 +108,18 @@ def run(
 
     0 ranks: one process without torchrun's environment. subprocess.TimeoutExpired after timeout_s
     on a quiet machine.
+    cwd: the folder of all ranks, or of each rank.
     kill_when: polled while the ranks run; if True, all ranks are killed (SIGKILL). num_nodes: the nodes that
     the ranks believe to be on.
     """
     context, arguments = start_server(), [str(argument) for argument in arguments]
     common, ranks = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}, []
     with tempfile.TemporaryDirectory() as folder:
-        for own in rank_environments(num_ranks, num_nodes):
-            ranks.append(context.Process(target=run_rank, args=(arguments, common | own, folder, str(cwd))))
+        environments = rank_environments(num_ranks, num_nodes)
+        cwds = cwd if isinstance(cwd, list) else [cwd] * len(environments)
+        for own, of_rank in zip(environments, cwds):
+            arguments_of_rank = (arguments, common | own, folder, str(of_rank))
+            ranks.append(context.Process(target=run_rank, args=arguments_of_rank))
             ranks[-1].start()
         deadline, waiting = time.monotonic() + limit(timeout_s), {rank.sentinel: rank for rank in ranks}
         killed = False

@@ -1,0 +1,181 @@
+"""Ranks that differ at the start are refused: settings, code, libraries, and each input that a rank reads."""
+
+import hashlib
+import json
+import platform
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, train
+from helpers import make_config, make_prompts
+from safetensors.torch import load_file, save_file
+
+from data.stream import LoadedSets
+from lifecycle import input_files
+from runtime import agreement
+from runtime.agreement import (
+    check_inputs_agree,
+    check_ranks_agree,
+    code_of,
+    difference_from,
+    digests_of_input,
+)
+
+START = ROOT / "experiments" / "starts" / "tiny"
+
+
+def record(**fields) -> dict:
+    settings = {"train": {"learning_rate": 1e-4, "seed": 0}, "run": {"dir": "runs/a"}}
+    return {"settings": settings, "code": {"reward.py": "ab"}, "versions": {"torch": "2.13.0"}} | fields
+
+
+@pytest.mark.parametrize(
+    "changed, difference",
+    [
+        (record(), ""),
+        (record(settings={"train": {"learning_rate": 1e-4, "seed": 0}, "run": {"dir": "/disk/a"}}), ""),
+        (
+            record(settings={"train": {"learning_rate": 1e-3, "seed": 0}, "run": {"dir": "runs/a"}}),
+            "settings (train.learning_rate 0.0001 -> 0.001)",
+        ),
+        (record(code={"reward.py": "cd", "mine.py": "ef"}), "code (mine.py, reward.py)"),
+        (record(versions={"torch": "2.12.0"}), "libraries (torch 2.13.0 -> 2.12.0)"),
+    ],
+)
+def test_the_difference_between_two_ranks_is_named(changed, difference):
+    assert difference_from(record(), changed) == difference
+
+
+def test_all_ranks_get_the_same_message(ranks):
+    """Ranks 1 and 2 of three have another learning rate."""
+
+    def message(rank: int) -> str:
+        with pytest.raises(ValueError) as raised:
+            check_ranks_agree(make_config(f"train.learning_rate={1e-4 * (1 + (rank > 0))}"))
+        return str(raised.value)
+
+    (text,) = set(ranks(3).run(message))
+    assert "rank 1 on" in text and "train.learning_rate 0.0001 -> 0.0002" in text and "1, 2" in text
+
+
+def test_the_compared_code_is_the_projects_own():
+    code = code_of()
+    assert code["runtime/agreement.py"] == hashlib.sha256(Path(agreement.__file__).read_bytes()).hexdigest()
+    assert not [name for name in code if "site-packages" in name or name.startswith(".venv")]
+    assert all((ROOT / name).is_file() for name in code if name.endswith(".py") and "/" in name)
+
+
+# ---- inputs ------------------------------------------------------------------------------------------------
+def sets_of(prompts: list, ids: list[list[int]] | None = None, name: str = "set") -> LoadedSets:
+    """Return a training set of the prompts, and a held-out set of two others."""
+    held_out = {"test": (make_prompts(2), [[1], [2]])}
+    return LoadedSets(prompts, ids or [[i] for i in range(len(prompts))], None, held_out, [], [])
+
+
+PROMPTS = make_prompts(3)
+OTHERS = {  # another copy of a set on one node
+    "fewer rows": sets_of(PROMPTS[:2]),
+    "another order": sets_of(PROMPTS[::-1]),
+    "another answer": sets_of([replace(PROMPTS[0], answer="2"), *PROMPTS[1:]]),
+    "another verifier": sets_of([*PROMPTS[:2], replace(PROMPTS[2], kind="math")]),
+    "another column": sets_of([*PROMPTS[:2], replace(PROMPTS[2], columns={"tests": "x"})]),
+    "another tokenizer": sets_of(PROMPTS, [[0], [1], [3]]),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_another_copy_of_the_rows_is_refused_on_all_ranks(ranks, other):
+    def message(rank: int) -> str:
+        with pytest.raises(ValueError) as raised:
+            check_inputs_agree((other if rank == 1 else sets_of(PROMPTS)).digests())
+        return str(raised.value)
+
+    (text,) = set(ranks(3).run(message))
+    assert "rank 1 on" in text and "data.train set" in text and "3 rows" in text and "differ: 1)" in text
+
+
+def test_equal_rows_agree(ranks):
+    ranks(2).run(lambda rank: check_inputs_agree(sets_of(make_prompts(3)).digests()))
+
+
+@pytest.mark.parametrize("place", [0, 0.37, 1], ids=["begin", "middle", "end"])
+def test_large_weights_are_told_apart_by_a_part_of_their_bytes(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(agreement, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(agreement, "STRIDE_BYTES", 8192)
+    digests = []
+    for value in (0.0, 1.0):
+        weights = torch.zeros(40_000)
+        start = int(place * (40_000 - 2048))
+        weights[start : start + 2048] = value  # one stride
+        save_file({"w": weights}, tmp_path / "model.safetensors")
+        digests.append(digests_of_input("model.path", tmp_path))
+    assert [*digests[0]] == ["model.path model.safetensors"] and digests[0] != digests[1]
+
+
+def make_node(folder: Path) -> Path:
+    """Copy the demo's model and rows into the folder of a node."""
+    shutil.copytree(START / "model", folder / "model")
+    for name in ("train.jsonl", "test.jsonl"):
+        lines = (START / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(lines[:40]))
+    shutil.copytree(folder / "model", folder / "teacher")
+    (folder / "scores.jsonl").write_text(json.dumps({"model": "m", "kinds": []}) + "\n")
+    return folder
+
+
+def add_to_experts(folder: Path) -> None:
+    """Change the experts of one layer, as in a later checkpoint."""
+    (file,) = folder.glob("*.safetensors")
+    weights = {name: w + 0.01 * ("experts" in name) for name, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def append(text: str):
+    return lambda file: file.write_text(file.read_text() + text)
+
+
+ROW = '{"prompt": "1+1=", "answer": "2"}\n'
+CHANGES = {  # input: (path, change on one node, settings)
+    "model.path model-00001-of-00001.safetensors": ("model", add_to_experts, []),
+    "data.train train": ("train.jsonl", append(ROW), []),
+    "teacher.path tokenizer_config.json":
+        ("teacher/tokenizer_config.json", append(" "), ["teacher.path=teacher"]),
+}  # fmt: skip
+
+
+def test_every_file_that_a_rank_reads_is_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_node(tmp_path))
+    first = make_config(
+        "model.path=model", "reward.judge=scalar", "reward.judge_path=judge", "algorithm.kl_coef=0.1",
+        "data.chat=never",
+    )  # fmt: skip
+    second = make_config(
+        "teacher.path=teacher", "teacher.scores=rates.jsonl", "zero_variance.offline_scores=scores.jsonl"
+    )
+    shutil.copytree("model", "judge")
+    shutil.copytree("model", "checkpoint")
+    shutil.copy("scores.jsonl", "rates.jsonl")
+    places = [name.rpartition(" ")[0] for name in input_files([first, second], Path("checkpoint"))]
+    expected = ["model.path", "model.path (reference)", "reward.judge_path", "teacher.path"]
+    expected += ["teacher.scores", "zero_variance.offline_scores"]
+    assert sorted(set(places)) == expected
+    assert all(places.count(name) == 5 for name in expected[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_node_with_another_copy_of_an_input_stops_the_run(tmp_path, name):
+    """Two folders stand for two nodes with one rank each."""
+    nodes = [make_node(tmp_path / node) for node in ("a", "b")]
+    place, change, settings = CHANGES[name]
+    change(nodes[1] / place)
+    done = train(
+        *SMALL[:1], ROOT / SMALL[1], "model.path=model", "data.train=[{path: train.jsonl}]",
+        "data.eval=[{path: test.jsonl}]", f"run.dir={tmp_path}/run", *settings, cwd=nodes, num_nodes=2,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert f"differs from rank 0 on {platform.node()} in {name} (digest " in done.stderr, done.stderr[-2000:]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
