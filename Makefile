@@ -7,7 +7,6 @@
 # make test-sandbox  the tests that need bubblewrap; without that program all tests above skip them
 # make real   train a pretrained model of 135 M parameters, upcycled to a MoE, and show texts before and after:
 #             40 minutes on two cores, 17 GiB of memory; SETTINGS="train.num_steps=60" changes settings
-# make real-ifeval  IFEval on the start and on the result of `make real`; IFEVAL=FILE takes a local copy
 # make bench  seconds per step of the demo's workload, by phase
 # make record  the cheapest known way to a held-out accuracy, in generated tokens: ten runs, resumable; ENTRY=NAME
 #             runs another entry of experiments/record and compares both
@@ -39,7 +38,7 @@ endif
 # What is printed comes when one of the two is done; make fails if one fails.
 TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-.PHONY: demo real real-ifeval lint quick quick-first quick-second figures check check-first check-second test test-ranks test-others test-sandbox bench record install
+.PHONY: demo real lint quick quick-first quick-second figures check check-first check-second test test-ranks test-others test-sandbox bench record install
 install: $(STAMP)
 
 demo: $(STAMP)
@@ -48,12 +47,6 @@ demo: $(STAMP)
 
 real: $(STAMP)
 	$(BIN)/python experiments/real.py $(SETTINGS)
-
-IFEVAL ?= google/IFEval
-
-real-ifeval: $(STAMP)
-	$(BIN)/python experiments/ifeval.py --models data/built/smollm2/moe runs/real --data $(IFEVAL) --ranks 2 \
-	    --kv-cache-gib 2
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

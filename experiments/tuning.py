@@ -1,6 +1,6 @@
 """Choose the settings of a tuned study, and check the choice and the settings of the test runs.
 
-experiments/study.py writes tuning_runs.json (a record per tuning run) and tuning.json (the choice) beside
+tuning_runs.json (a record per tuning run) and tuning.json (the choice) lie beside
 declared.json. If the declaration has `tuning` or `instances`, `python experiments/report.py --check` refuses
 
     a tuning.json that differs from the choice by the recorded tuning runs,
@@ -23,7 +23,7 @@ Key = tuple[str, str, int]  # row, settings, seed
 
 
 def is_tuned(declared: dict) -> bool:
-    """Tell whether study.py tunes a study; a text under `tuning` only describes an earlier choice."""
+    """Tell whether a declaration tunes its rows; a text under `tuning` only describes an earlier choice."""
     return isinstance(declared.get("tuning"), dict)
 
 

@@ -1,6 +1,5 @@
 """The benchmarks of experiments/bench/ and data/tiny.py, run by the commands of the READMEs."""
 
-import hashlib
 import json
 import re
 import statistics
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -18,11 +16,9 @@ import moe_model
 from data import tiny
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
-from experiments.bench import gpu_kernels, rollout
+from experiments.bench import gpu_kernels
 from experiments.bench.common import read_results, spread, write_results
 from experiments.bench.gpu import MODES
-from experiments.bench.workload import Recipe as WorkRecipe
-from experiments.bench.workload import Workload
 from runtime import summary
 from runtime.checkpoint import TrainState
 from tests import preloaded
@@ -33,26 +29,11 @@ def run(*arguments: object, timeout_s: float = 300) -> subprocess.CompletedProce
     return preloaded.run(0, *arguments, timeout_s=timeout_s)
 
 
-def bench(
-    name: str, *arguments: object, timeout_s: float = 300, python: Path | None = None
-) -> subprocess.CompletedProcess:
-    """Run a benchmark, which must end well. It starts its ranks by `python`, or by the real Python."""
-    env = {"PYTHON_STAND_IN": str(python)} if python else {}
-    done = preloaded.run(0, "-m", f"experiments.bench.{name}", *arguments, timeout_s=timeout_s, env=env)
+def bench(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
+    """Run a benchmark, which must end well."""
+    done = run("-m", f"experiments.bench.{name}", *arguments, timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
-
-
-@pytest.fixture(scope="module")
-def small_recipe(tmp_path_factory) -> Path:
-    """Write a recipe of little work with rewards of 50 to 100 ms."""
-    recipe = {
-        "num_steps": 2, "num_prompts": 4, "group_size": 2, "median_tokens": 12.0, "longest_tokens": 40,
-        "slow_share": 0.75, "slow_seconds": [0.05, 0.1], "seed": 3,
-    }  # fmt: skip
-    path = tmp_path_factory.mktemp("bench") / "recipe.json"
-    path.write_text(json.dumps(recipe))
-    return path
 
 
 # ---- experiments/bench/ ------------------------------------------------------------------------------------
@@ -78,45 +59,6 @@ def test_mismatch_writes_the_table_it_prints(tmp_path):
         assert f"{row['mismatch_k3']['mean']:.1e} ->" in line
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("demo_model")
-def test_rollout_writes_what_it_prints(tmp_path, small_recipe, python_stand_in):
-    file = ("--json", tmp_path / "rollout.json")
-    small = ("--repeats", 1, "--slots", 2, "--workers", 2, "--ratios", 0, 2)
-    done = bench("rollout", "--workload", small_recipe, *small, *file, python=python_stand_in)
-    assert "all rows of a ratio gave the same completions and rewards" in done.stdout
-    record = read_results(tmp_path / "rollout.json")
-    slow_share = WorkRecipe.load(small_recipe).slow_share
-    assert [case["ratio"] for case in record["cases"]] == [0, 2] and slow_share != WorkRecipe().slow_share
-    for case in record["cases"]:
-        (recipe,) = map(WorkRecipe.of, case["recipes"])
-        rows = case["rows"]
-        assert recipe.slow_share == (slow_share if case["ratio"] else 0)
-        assert rows[0]["speedup"] == 1 and len(rows) == 5
-        asleep = Workload.make(recipe).reward_seconds.sum() / 4  # two ranks with two workers each
-        for row in rows:
-            assert {"name", "seconds", "speedup", "bubble", "bound"} <= row.keys()
-            # a pace fitted to so few steps is rough, so that the engines' part of the bound may be too large
-            assert row["seconds"] > asleep <= row["bound"] > 0 and 0 < row["bubble"] < 1
-            assert row["seconds"] == pytest.approx(sum(row["seconds_by_step"]))
-            assert f"| {case['ratio']:g} | {row['name']} | {row['seconds']:.1f} |" in done.stdout
-    assert rows[1]["seconds"] < rows[0]["seconds"], "rewards that take twice as long as the engines overlap"
-
-
-@pytest.mark.slow
-def test_the_default_recipe_makes_the_recorded_work_on_any_machine(tmp_path):
-    """The digest is that of the lengths of the first round of results/rollout.json."""
-    record = read_results(ROOT / "experiments" / "bench" / "results" / "rollout.json")
-    for case in record["cases"]:
-        made = Workload.make(WorkRecipe.of(case["recipes"][0]))
-        assert [recipe["seed"] for recipe in case["recipes"]] == list(range(record["rounds"]))
-        assert hashlib.sha256(made.lengths.tobytes()).hexdigest()[:16] == "6b45b228a1192226"
-        assert np.percentile(made.lengths, 99) > 5 * np.median(made.lengths), "heavy-tailed"
-        assert made.is_slow.sum() == (16 if case["ratio"] else 0)
-    done = bench("workload", "--json", tmp_path / "recipe.json")
-    assert WorkRecipe.load(tmp_path / "recipe.json") == WorkRecipe() and "122,431 tokens" in done.stdout
-
-
 def test_results_hold_their_origin_and_the_rounds(tmp_path):
     results = {"seconds": spread([0.5, 0.25, 1.0])}
     write_results(tmp_path / "new.json", results)
@@ -131,14 +73,6 @@ def test_results_hold_their_origin_and_the_rounds(tmp_path):
     assert (
         made["commit"] == head.stdout.strip() and made["versions"]["torch"].split("+")[0] in torch.__version__
     )
-
-
-def test_a_missing_model_is_an_error_of_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["rollout", "--model", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        rollout.main()
-    message = str(ended.value)
-    assert "\n" not in message and str(tmp_path) in message and "prepare.sh" in message
 
 
 # ---- data/tiny.py ------------------------------------------------------------------------------------------

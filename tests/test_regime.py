@@ -1,6 +1,5 @@
 """experiments/studies/real_regime: metrics of the plug-in against loops, and figures against a record."""
 
-import json
 import math
 import os
 import subprocess
@@ -11,11 +10,13 @@ from conftest import ROOT
 
 import train_rl
 from batch import LossInputs
-from experiments import records
-from experiments.history import is_complete
-from experiments.studies.real_regime import panel
+from experiments import run
+from experiments.bench.closed import VOCABULARY
+from experiments.studies.real_regime.recorded_gain import ALPHAS
+from experiments.studies.real_regime.recorded_gain import LENGTHS as BINS
 from settings import AlgorithmSettings
 
+FOLDER = run.STUDIES / "real_regime"
 PLUGIN = "experiments/studies/real_regime/recorded_gain.py:recorded_gain"
 LENGTHS = (3, 8, 20)  # tokens of the completions
 
@@ -43,14 +44,14 @@ def make_inputs(algorithm: AlgorithmSettings) -> LossInputs:
 
 def expected_figures(inputs: LossInputs) -> dict[str, float]:
     """Return the sums of the plug-in's metrics over all tokens, computed group by group."""
-    sums = dict.fromkeys(f"squared_{kind}_{n}" for kind in ("uncertain", "completion") for n in panel.LENGTHS)
+    sums = dict.fromkeys(f"squared_{kind}_{n}" for kind in ("uncertain", "completion") for n in BINS)
     sums = dict.fromkeys([*sums, *(name.replace("squared", "groups") for name in sums)], 0.0)
-    sums |= dict.fromkeys([f"cut_{alpha}" for alpha in panel.ALPHAS] + ["cut_tokens"], 0.0)
+    sums |= dict.fromkeys([f"cut_{alpha}" for alpha in ALPHAS] + ["cut_tokens"], 0.0)
     for row, length in enumerate(LENGTHS):
         log_ratio = inputs.log_ratio[row, :length].tolist()
         entropy = inputs.entropy[row, :length].tolist()
         uncertain = sorted(range(length), key=lambda t: -entropy[t])[: math.ceil(0.2 * length)]
-        largest = min(n for n in panel.LENGTHS if length <= n)
+        largest = min(n for n in BINS if length <= n)
         for kind, tokens in (("uncertain", uncertain), ("completion", range(length))):
             mean = sum(log_ratio[t] for t in tokens) / len(tokens)
             sums[f"squared_{kind}_{largest}"] += mean**2
@@ -60,7 +61,7 @@ def expected_figures(inputs: LossInputs) -> dict[str, float]:
             continue
         sums["cut_tokens"] += len(uncertain)
         excess = math.exp(sum(log_ratio[t] for t in uncertain) / len(uncertain)) - 1
-        for alpha in panel.ALPHAS:
+        for alpha in ALPHAS:
             eps = alpha * sum(entropy[t] for t in uncertain) / len(uncertain) / math.log(98)
             is_cut = excess > eps if advantage > 0 else excess < -eps
             sums[f"cut_{alpha}"] += len(uncertain) * is_cut
@@ -90,7 +91,7 @@ def test_the_loss_is_the_built_in_loss(level, clip_mode, float64):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("row", sorted(panel.FOLDER.glob("*_*.yaml")), ids=lambda row: row.stem)
+@pytest.mark.parametrize("row", sorted(FOLDER.glob("*_*.yaml")), ids=lambda row: row.stem)
 def test_the_learning_rate_of_a_row_is_constant(row):
     config = train_rl.load_config(["--config", str(row)])
     train = config.train
@@ -111,9 +112,9 @@ def test_the_script_can_be_repeated_after_its_export(tmp_path):
     ]
     python.write_text("\n".join(lines) + "\n")
     python.chmod(0o755)
-    script = ["bash", str(panel.FOLDER / "run.sh")]
-    study = tmp_path / panel.FOLDER.relative_to(ROOT)
-    records = {f"chains_{rate}" for rate in panel.RATES}
+    script = ["bash", str(FOLDER / "run.sh")]
+    study = tmp_path / FOLDER.relative_to(ROOT)
+    records = {f"chains_{rate}" for rate in ("third", "own", "triple")}
     for is_failed in (False, False, True):
         settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAILED": str(int(is_failed))}
         done = subprocess.run([*script, "chains"], cwd=tmp_path, env=os.environ | settings)
@@ -123,57 +124,5 @@ def test_the_script_can_be_repeated_after_its_export(tmp_path):
     assert subprocess.run([*script, "sum"], cwd=tmp_path, env=os.environ | settings).returncode != 0
     assert subprocess.run(script, cwd=tmp_path, env=os.environ | settings).returncode == 0
     assert {file.stem for file in study.glob("*.jsonl")} == {
-        f"{environment}_{rate}" for environment in panel.ENVIRONMENTS for rate in panel.RATES
+        f"{environment}_{rate}" for environment in VOCABULARY for rate in ("third", "own", "triple")
     }
-
-
-def test_the_power_of_the_spread_is_the_slope_over_the_bins():
-    spread = {str(length): 0.3 * length**-0.4 for length in (8, 16, 64)}
-    run = {"environment": "chains", "method": "grpo", "rate": "own"}
-    data = [run | {"spread": {"uncertain": spread, "completion": {"32": 0.1}}}]
-    uncertain, completion = panel.spread_lines(data)[2:]
-    assert uncertain == f"| chains | uncertain | 8 to 64 | {spread['8']:.1e} | {spread['64']:.1e} | -0.40 |"
-    assert completion == "| chains | completion | 32 | n/a | n/a | n/a |"
-
-
-def test_figures_are_read_from_a_record(tmp_path, monkeypatch, capsys):
-    """The spread is the root of 4e-4, the mean of d^2."""
-    steps = {
-        "step": [1, 2, 3], "generated_tokens": [100, 400, 500], "tokens_total": [100, 300, 100],
-        "gradient_tokens_total": [50, 50, 50], "zero_variance_frac": [0.5, 0.25, 0.75],
-        "seconds_per_step": [1, 1, 1], "score": [0.0, 0.5, 1.0], "completion_tokens": [20, 20, 20],
-        "entropy": [0.2, 0.2, 0.2], "entropy/entropy_group_0": [1.0, 1.0, 1.0], "clipped": [0.1, 0.1, 0.1],
-        "clipped/update_1": [0, 0, 0], "clipped/update_3": [0.2, 0.2, 0.2], "regime/rl_zvp_wrong": [1, 1, 1],
-        "regime/cut_tokens": [0.2, 0.2, 0.2],
-    }  # fmt: skip
-    steps |= {f"regime/cut_{alpha}": [0.02 / alpha / 5] * 3 for alpha in panel.ALPHAS}
-    for kind in ("uncertain", "completion"):
-        for length in panel.LENGTHS:
-            groups = [0.2, 0.2, 0.2] if length == 32 else [0.0, 0.0, 0.0]
-            steps[f"regime/groups_{kind}_{length}"] = groups
-            steps[f"regime/squared_{kind}_{length}"] = [share * 4e-4 for share in groups]
-    for row in ("sums_grpo", "sums_espo"):
-        record = {"row": row, "seed": 0, "commit": "c0ffee", "settings": {"train.learning_rate": 2e-5}}
-        record |= {"steps": steps, "evaluations": {"step": [], "generated_tokens": []}, "offline_tokens": 0}
-        with (tmp_path / "sums_own.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-    argv = ["panel", "--runs", str(tmp_path), "--json", str(tmp_path / "panel.json")]
-    monkeypatch.setattr("sys.argv", argv)
-    panel.main()
-    printed = capsys.readouterr().out
-    assert "| sums | 20.0 | 0.200 | 1.000 | 0.093 | 1.9e-03 | 0.50 | 0.020 | 0.100 |" in printed
-    row = "| sums | espo | 2.0e-05 | 0.000 to 0.500 | 0.1000 | 0.0000 | n/a | 0.2000 | n/a |"
-    assert row in printed, "no row of updates 2 and 4 had a gradient"
-    assert "| sums | 1.000 | 0.333 | 0.100 | 0.033 | 0.2 |" in printed
-    data = json.loads((tmp_path / "panel.json").read_text())
-    assert data[0]["clipped_by_update"] == {"1": 0, "3": pytest.approx(0.2)}
-    assert data[0]["spread"] == {kind: {"32": pytest.approx(0.02)} for kind in ("uncertain", "completion")}
-
-
-@pytest.mark.skipif(not is_complete(panel.FOLDER), reason="a shallow clone lacks the whole records")
-def test_the_committed_figures_make_the_tables_of_the_records(tmp_path):
-    recorded = json.loads((panel.FOLDER / "panel.json").read_text())
-    data = panel.read_panel(records.get("real_regime", panel.FOLDER.parent, tmp_path))
-    assert len(data) == len(recorded) > 0
-    for lines in (panel.regime_lines, panel.clip_lines, panel.spread_lines, panel.alpha_lines):
-        assert lines(data) == lines(recorded)

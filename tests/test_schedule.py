@@ -7,6 +7,7 @@ import random
 import statistics
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from fake_ranks import FakeRanks
@@ -14,7 +15,6 @@ from helpers import RankSuite, make_config, make_group, make_prompts
 from rank_worker import PARCELS, parcels
 
 import train_rl
-from experiments.bench.workload import Recipe, Workload
 from rollout import Request
 from runtime import schedule
 from runtime.schedule import (
@@ -318,18 +318,20 @@ def split_of_workload(num: int, balance: bool, ranks) -> list[tuple[list[list[in
 
     The token limit of a micro-batch is chosen so that a rank has about `num` micro-batches.
     """
-    recipe = Recipe()
-    lengths = Workload.make(recipe).lengths[0].tolist()
-    total = sum(map(sum, lengths)) + recipe.num_prompts * recipe.group_size * (recipe.prompt_tokens - 1)
+    rng = np.random.default_rng(0)  # 32 prompts x 8 completions; long prompts have long completions
+    logs = rng.standard_normal((32, 1)) + 0.4 * rng.standard_normal((6, 32, 8))[0]
+    lengths = (64 * np.exp(logs)).round().clip(1, 490).astype(int).tolist()
+    prompt_tokens = 12
+    total = sum(map(sum, lengths)) + 32 * 8 * (prompt_tokens - 1)
     config = make_config(f"train.balance={balance}")
 
     def split(rank):
         groups = [make_group(i, 0, row, [True] * len(row)) for i, row in enumerate(lengths)]
         outcomes = {group.slot: group.outcome(False) for group in groups}
         trained, _ = train_rl.drop_and_deal(groups[rank::2], outcomes, config)
-        batch = train_rl.collate(trained, make_prompts(1), [[1] * recipe.prompt_tokens])
+        batch = train_rl.collate(trained, make_prompts(1), [[1] * prompt_tokens])
         row_lengths = schedule.sequence_lengths(batch)
-        assert row_lengths == [recipe.prompt_tokens + len(ids) - 1 for ids in batch.completion_ids]
+        assert row_lengths == [prompt_tokens + len(ids) - 1 for ids in batch.completion_ids]
         rows = list(range(len(row_lengths)))
         return split_micro_batches(row_lengths, rows, math.ceil(total / 2 / num), balance), row_lengths
 

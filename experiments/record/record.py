@@ -81,12 +81,24 @@ def spaced(curve: dict) -> tuple[np.ndarray, np.ndarray]:
     return np.array(curve["tokens"])[counted], np.array(curve["values"])[counted]
 
 
+def first_crossing(target: float, grid: np.ndarray, values: np.ndarray) -> float | None:
+    """Return the tokens at which a curve, linear between its points, first reaches the target."""
+    reached = np.flatnonzero(values >= target - 1e-9)  # rounding may lift the mean of equal values
+    if not len(reached):
+        return None
+    i = reached[0]
+    if i == 0:
+        return float(grid[0])
+    share = min(1.0, (target - values[i - 1]) / (values[i] - values[i - 1]))
+    return float(grid[i - 1] + share * (grid[i] - grid[i - 1]))
+
+
 def tokens_of(record: dict) -> dict[int, float | None]:
     """Return {seed: tokens to the target, with the offline scoring}; None for a run that exceeds BUDGET."""
     needed: dict[int, float | None] = {}
     for seed, curve in record["curves"].items():
         tokens, values = spaced(curve)
-        crossing = report.first_crossing(TARGET, tokens[1:], (values[1:] + values[:-1]) / 2)
+        crossing = first_crossing(TARGET, tokens[1:], (values[1:] + values[:-1]) / 2)
         total = math.inf if crossing is None else crossing + record["offline_tokens"]
         needed[int(seed)] = total if total <= BUDGET else None
     return needed

@@ -1,7 +1,5 @@
 """Measure the clip at which a fifth of the uncertain tokens is clipped, and how this clip scales with length.
 
-    python -m experiments.studies.clip_scale.scaling runs/clip_scale/test
-
 For each seed and each length of the chains, from the rows LENGTH_002 to LENGTH_060 (means over steps 2 to 6):
 
     shares    clipped share of the uncertain tokens (clipped/entropy_group_0) at each alpha
@@ -9,14 +7,6 @@ For each seed and each length of the chains, from the rows LENGTH_002 to LENGTH_
     entropy   H0, entropy of the uncertain tokens in nats
     tokens    |tau|, uncertain tokens of a completion: 0.2 x completion_tokens
     eps       alpha* x H0 / log |V|, the half-width of the clip (ESPO eq. 8)
-
-and, for the declared secondary outcomes, over the same steps:
-
-    abs_log_ratio     mean over all tokens of |log ratio|, with the ratio of the token's group: a slope of
-                      -0.5 shows independent tokens only if the spread per token is the same at all lengths
-    sequence_shares   clipped share of all tokens in the rows LENGTH_sequence_002 and _020, at each alpha
-
-    early_and_late    alpha* and H0 again, from the rows of alpha 0.02 and 0.2, and in their last five steps
 
 An alpha* of 0.02 or 0.6 lies at an end of the grid: eps* is then only a bound, and the slope of its seed is
 censored. Both are counted.
@@ -32,22 +22,19 @@ import numpy as np
 
 from experiments import report
 from experiments.bench.common import markdown
-from experiments.studies.tables import print_tables
 
 METRIC = "train/score"  # the short runs have no evaluation
 ALPHAS = {"002": 0.02, "006": 0.06, "020": 0.2, "060": 0.6}
 LENGTHS = ("short", "mixed", "long")
-TRAINED_ON = ("002", "020")  # rows that do not end after step 6
 STEPS = slice(1, 6)  # steps 2 to 6: the policies of all rows are still similar
-LAST_STEPS = slice(-5, None)
 TARGET = 0.2  # share of clipped tokens
 UNCERTAIN_FRAC = 0.2  # algorithm.entropy_groups
 LOG_VOCAB = math.log(98)
 
 
-def mean_of(run: report.Run, metric: str, steps: slice = STEPS) -> float:
-    """Return the mean of a metric over some steps; a step that trained on nothing has no value."""
-    return float(np.nanmean(run.steps[metric][steps]))
+def mean_of(run: report.Run, metric: str) -> float:
+    """Return the mean of a metric over STEPS; a step that trained on nothing has no value."""
+    return float(np.nanmean(run.steps[metric][STEPS]))
 
 
 def crossing(alphas: list[float], shares: list[float]) -> float:
@@ -68,22 +55,10 @@ def figures_of(runs: dict[str, report.Run], length: str, seed: int) -> dict:
     entropy = float(np.mean([mean_of(run, "entropy/entropy_group_0") for run in runs.values()]))
     tokens = UNCERTAIN_FRAC * float(np.mean([mean_of(run, "completion_tokens") for run in runs.values()]))
     eps = alpha * entropy / LOG_VOCAB
-    log_ratio = float(np.mean([mean_of(run, "abs_log_ratio") for run in runs.values()]))
     return {
         "length": length, "seed": seed, "shares": shares, "alpha": alpha, "entropy": entropy,
-        "tokens": tokens, "eps": eps, "abs_log_ratio": log_ratio, "early_and_late": early_and_late(runs),
+        "tokens": tokens, "eps": eps,
     }  # fmt: skip
-
-
-def early_and_late(runs: dict[str, report.Run]) -> list[tuple[float, float]]:
-    """Return (alpha*, H0) of steps 2 to 6 and of the last five steps, from the rows that train on."""
-    alphas = [ALPHAS[name] for name in TRAINED_ON]
-    figures = []
-    for steps in (STEPS, LAST_STEPS):
-        shares = [mean_of(runs[name], "clipped/entropy_group_0", steps) for name in TRAINED_ON]
-        entropies = [mean_of(runs[name], "entropy/entropy_group_0", steps) for name in TRAINED_ON]
-        figures.append((crossing(alphas, shares), float(np.mean(entropies))))
-    return figures
 
 
 def measure(rows: dict[str, list[report.Run]]) -> list[dict]:
@@ -96,10 +71,8 @@ def measure(rows: dict[str, list[report.Run]]) -> list[dict]:
     for length in LENGTHS:
         of_length = {name: by_seed.get(f"{length}_{name}", {}) for name in ALPHAS}
         for seed in sorted(set.intersection(*map(set, of_length.values()))):
-            of_seed = figures_of({name: runs[seed] for name, runs in of_length.items()}, length, seed)
-            sequence_runs = {name: by_seed.get(f"{length}_sequence_{name}", {}).get(seed) for name in ALPHAS}
-            shares = {name: mean_of(run, "clipped") for name, run in sequence_runs.items() if run}
-            figures.append(of_seed | {"sequence_shares": shares})
+            runs_of_seed = {name: runs[seed] for name, runs in of_length.items()}
+            figures.append(figures_of(runs_of_seed, length, seed))
     if not slopes_of(figures):
         raise ValueError(f"no seed has the rows {', '.join(ALPHAS)} of two lengths")
     return figures
@@ -159,44 +132,3 @@ def slope_lines(data: list[dict]) -> list[str]:
             p = report.show_p(report.paired_p(values))
             lines.append([name, len(values), len(censored), f"{values.mean():+.2f}", interval, p])
     return markdown(["lengths", "n", "censored", "power", "95 % interval", "p against 0"], lines)
-
-
-def sequence_lines(data: list[dict]) -> list[str]:
-    """Return the table of the rows with one ratio per completion: clipped share of all tokens.
-
-    Their clip holds the mean entropy of all tokens, so it is narrower than that of a group at the same alpha.
-    """
-    lines = []
-    for length in LENGTHS:
-        of_length = [figures["sequence_shares"] for figures in data if figures["length"] == length]
-        for name in ALPHAS:
-            shares = np.array([by_alpha[name] for by_alpha in of_length if name in by_alpha])
-            if len(shares):
-                interval = report.show_interval(report.t_interval(shares), ".3f")
-                lines.append([f"{length}_sequence_{name}", len(shares), f"{shares.mean():.3f}", interval])
-    return markdown(["row", "n", "clipped", "95 % interval"], lines)
-
-
-def entropy_lines(data: list[dict]) -> list[str]:
-    """Return the table of early against late steps, exploratory: alpha* stays if eps* is proportional to H0.
-
-    slope: of log eps* on log H0, mean over the seeds whose alpha* lies inside of 0.02 and 0.2 at both times.
-    """
-    ends = {ALPHAS[name] for name in TRAINED_ON}
-    lines = []
-    for length in LENGTHS:
-        pairs = np.array([figures["early_and_late"] for figures in data if figures["length"] == length])
-        if not len(pairs):
-            continue
-        alphas, entropies = pairs[:, :, 0], pairs[:, :, 1]  # [n, 2]
-        inside = ~np.isin(alphas, list(ends)).any(axis=1)
-        slopes = 1 + np.diff(np.log(alphas))[inside] / np.diff(np.log(entropies))[inside]
-        slope = f"{slopes.mean():.2f}" if len(slopes) else "n/a"
-        cells = [f"{x:.3f}" for x in (*entropies.mean(axis=0), *alphas.mean(axis=0))]
-        lines.append([length, len(pairs), *cells, int((~inside).sum()), slope])
-    heads = ["length", "n", "entropy, steps 2 to 6", "last five", "alpha*, steps 2 to 6", "last five"]
-    return markdown([*heads, "at an end", "slope of log eps* on log entropy"], lines)
-
-
-if __name__ == "__main__":
-    print_tables(__doc__, measure, METRIC, [table_lines, slope_lines, sequence_lines, entropy_lines])

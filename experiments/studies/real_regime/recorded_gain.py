@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from batch import LossInputs
-from experiments.studies.real_regime.panel import ALPHAS, LENGTHS
 from train_rl import entropy_clip_eps, entropy_groups, token_gain, token_group_mean, token_group_size
+
+ALPHAS = (0.02, 0.06, 0.2, 0.6)
+LENGTHS = (4, 8, 16, 32, 64, 128, 256, 512)  # largest number of tokens of a completion, per bin
 
 
 def recorded_gain(inputs: LossInputs, clip_mode: str = "fixed") -> tuple[Tensor, dict[str, Tensor]]:

@@ -22,4 +22,3 @@ for environment in ${@:-habits chains sums instructions}; do  # after all runs, 
             --rows ${environment}_{grpo,gspo,espo} --metric train/score --export $study/${environment}_$rate.jsonl
     done
 done
-python -m experiments.studies.real_regime.panel --json $study/panel.json
