@@ -165,14 +165,6 @@ MEMORY_SHARE = 0.60
 LINK_SHARE = 0.60
 ENGINE_STEP_S = 0.006  # vLLM's host work and kernel launches per step, for any batch size [ours: a guess]
 ALL_REDUCE_S = 20e-6  # latency of one all-reduce in a tensor-parallel layer [ours: a guess]
-# Python of a sync, measured on a CPU (experiments/bench/docs/sync.md of commit 4210a6b)
-S_PER_TENSOR = 208e-6  # of a tensor that vLLM's loader takes whole
-S_PER_MATRIX = 137e-6  # of a matrix of an expert, if each is loaded by itself
-# vLLM quantises expert by expert. NeMo-RL's syncs of Qwen3-30B-A3B take about 2.5 s longer with FP8 than
-# without, for gate and up, and down of 128 experts in 48 layers [ours: the middle of its figures, divided]
-FP8_S_PER_MATRIX = 2.5 / (2 * 128 * 48)
-TENSORS_PER_LAYER = 9  # besides experts: four projections, four norms, the router
-DISK_GBS = 1.0  # of a node, writing a checkpoint [ours: a guess; a local NVMe disk is faster]
 TAIL_DIVISOR = 8  # in the tail of a rollout one of this many completions still runs [ours: a guess]
 CORE_GBS = 20  # memory rate of a host core in AdamW; a rank has one core [ours: 23 measured]
 HOST_GIB_PER_GPU = 240  # about 2 TB for eight GPUs, a common size of nodes
@@ -421,21 +413,6 @@ def num_nodes(task: Task) -> int:
     return -(-task.num_gpus // task.machine.gpus_per_node)
 
 
-def checkpoint_cost(task: Task) -> dict[str, float]:
-    """Return the size of a checkpoint, the disk that a run needs, and the seconds of a write.
-
-    A checkpoint has the weights in the policy's dtype, and float32 weights and AdamW's states, 12 bytes per
-    parameter. A new checkpoint is complete before the oldest of checkpoint.keep is deleted. Every node writes
-    its share, and no rank trains meanwhile.
-    """
-    gigabytes = sum(task.counts) * (task.itemsize + 12) / 1e9
-    return {
-        "GB": gigabytes,
-        "GB on the disk": gigabytes * (task.config.checkpoint.keep + 1),
-        "seconds": gigabytes / num_nodes(task) / DISK_GBS,
-    }
-
-
 def sync_bytes(task: Task) -> dict[str, int]:
     """Return the bytes that one weight sync moves on a GPU.
 
@@ -575,32 +552,14 @@ def rollout_seconds(task: Task) -> float:
 
 
 def sync_seconds(task: Task) -> float:
-    """Return the seconds of a weight sync: gathering, two copies of the received bytes, Python, FP8.
-
-    Experts of a layer are loaded as a whole, gate, up and down. With rollout.expert_parallel vLLM has to
-    choose a rank's experts, matrix by matrix. With FP8 it quantises the experts that a rank holds (slices of
-    all experts with tensor parallelism), gate and up together.
-    """
-    settings = task.config.rollout
+    """Return the seconds of a weight sync: gathering, and two copies of the received bytes."""
     moved = sync_bytes(task)
-    ep_size = task.config.model.ep_size
-    gathering_s = link_seconds(task, moved["over the wire"], ep_size)
-    copying_s = 2 * moved["handed over"] / (task.machine.memory_gbs * 1e9 * MEMORY_SHARE)
-    num_tensors = TENSORS_PER_LAYER * task.model.num_hidden_layers
-    num_matrices = 0  # that vLLM loads one by one
-    num_experts = task.num_moe_layers * num_experts_of(task.model)
-    if settings.expert_parallel:
-        num_matrices = 3 * num_experts // (ep_size if syncs_own_experts(task.config) else 1)
-    else:
-        num_tensors += 3 * task.num_moe_layers
-    python_s = num_tensors * S_PER_TENSOR + num_matrices * S_PER_MATRIX
-    num_held = num_experts // (settings.tensor_parallel if settings.expert_parallel else 1)
-    quantising_s = 2 * num_held * FP8_S_PER_MATRIX if settings.fp8 == "on" else 0.0
-    return gathering_s + copying_s + python_s + quantising_s
+    gathering_s = link_seconds(task, moved["over the wire"], task.config.model.ep_size)
+    return gathering_s + 2 * moved["handed over"] / (task.machine.memory_gbs * 1e9 * MEMORY_SHARE)
 
 
-def offload_cost(task: Task) -> dict[str, float]:
-    """Return the cost of train.offload_optimizer in a step; all 0 without it.
+def offload_seconds(task: Task) -> float:
+    """Return the seconds that train.offload_optimizer costs in a step: PCIe, and AdamW on the host.
 
     Each parameter of the rank's share crosses PCIe as a float32 gradient and returns in the policy's dtype.
     The gradient of a float32 policy travels to the host and back in every micro-batch. One core of the host
@@ -608,19 +567,14 @@ def offload_cost(task: Task) -> dict[str, float]:
     """
     num_values = task.num_updates * task.owned * task.config.train.offload_optimizer
     gradient_bytes = 4 if task.itemsize == 2 else 8 * num_reductions(task) / task.num_updates
-    crossing_gb = num_values * (gradient_bytes + task.itemsize) / 1e9
-    return {
-        "GB over PCIe": crossing_gb,
-        "seconds of PCIe": crossing_gb / (task.machine.host_gbs * LINK_SHARE),
-        "seconds of AdamW": num_values * (8 + 28 + 4 + task.itemsize) / 1e9 / CORE_GBS,
-    }
+    crossing_s = (gradient_bytes + task.itemsize) / (task.machine.host_gbs * LINK_SHARE)
+    return num_values / 1e9 * (crossing_s + (8 + 28 + 4 + task.itemsize) / CORE_GBS)
 
 
 def phase_seconds(task: Task) -> dict[str, float]:
     """Return the seconds of a step by phase; verifiers run during the rollout and add nothing."""
     config = task.config
     sent = wire_bytes(task)
-    offload = offload_cost(task)
     pass_s = product_seconds(task, task.trained_tokens, task.sequence_tokens / 2, task.grid_tokens)
     num_backwards = config.train.passes_per_rollout
     num_forwards = (1 + config.model.activation_checkpointing) * num_backwards
@@ -630,7 +584,7 @@ def phase_seconds(task: Task) -> dict[str, float]:
     # AdamW reads and writes weights and both averages, and reads the gradient: 7 values for 3 stored ones.
     adamw_bytes = task.num_updates * 7 / 3 * (task.parts["master weights"] + task.parts["AdamW"])
     adamw_s = adamw_bytes / (task.machine.memory_gbs * 1e9 * MEMORY_SHARE)
-    adamw_s += offload["seconds of PCIe"] + offload["seconds of AdamW"]
+    adamw_s += offload_seconds(task)
     num_before = task.num_forward_only_passes
     share_before = num_before / (num_before + num_forwards + num_backwards)  # all passes send alike
     return {
@@ -657,15 +611,6 @@ def sleep_needed(task: Task) -> str:
     return "rollout.sleep_level=2" if fits_asleep else "does not suffice"
 
 
-def activation_bytes(task: Task) -> int:
-    """Return the activations of a micro-batch whose prompts and completions have mean lengths."""
-    rows = max(1, int(task.tokens_per_forward / task.sequence_tokens))
-    num_shared = rows * task.prompt_tokens * (1 - 1 / task.rows_together)
-    tokens = int(rows * task.sequence_tokens)
-    passing = memory_plan.passing_bytes(task.model, task.config.model, tokens, "cuda", int(num_shared))
-    return passing["activations"]
-
-
 def in_gib(parts: dict[str, int]) -> dict[str, float]:
     """Return bytes as GiB with two decimals."""
     return {name: round(value / GIB, 2) for name, value in parts.items()}
@@ -689,12 +634,8 @@ def plan_run(task: Task) -> dict:
         "kv_cache_tokens": max(0, task.parts["KV cache"]) // task.kv_bytes,
         "completions_at_once": round(completions_at_once(task)),
         "seconds": {name: round(value, 2) for name, value in seconds.items()} | {"step": round(step_s, 1)},
-        "offload": {name: round(value, 2) for name, value in offload_cost(task).items()},
-        "checkpoint": {name: round(value, 1) for name, value in checkpoint_cost(task).items()},
+        "checkpoint_gb": round(sum(task.counts) * (task.itemsize + 12) / 1e9, 1),
         "tokens_per_step": int(tokens),
-        "trained_tokens_per_gpu": int(task.trained_tokens),
-        "grid_tokens_per_gpu": int(task.grid_tokens),
-        "mean_activations_gib": round(activation_bytes(task) / GIB, 2),
         "tokens_per_second_and_gpu": round(tokens / step_s / task.num_gpus, 1),
         "wire_bytes_per_step": wire_bytes(task),
         "sync_bytes": sync_bytes(task),
@@ -856,21 +797,10 @@ def describe(plan: dict, contradicts: bool = False) -> str:
         f"{plan['tokens_per_second_and_gpu']:,} tokens per second and GPU over a complete step; an engine "
         f"works on {plan['completions_at_once']} completions at once, and its KV cache holds "
         f"{plan['kv_cache_tokens']:,} tokens",
-        f"one pass over all completions computes {plan['trained_tokens_per_gpu']:,} tokens on a GPU, and "
-        f"{plan['grid_tokens_per_gpu']:,} tokens in attention; a micro-batch of mean lengths keeps "
-        f"{plan['mean_activations_gib']} GiB of activations",
-        describe_checkpoint(plan["checkpoint"]),
+        f"a checkpoint has {plan['checkpoint_gb']:,} GB",
         f"sleep needed during updates: {plan['sleep']}",
         f"it fits, and {plan['margin_gib']} GiB or more of a GPU stay free in every phase",
     ])  # fmt: skip
-
-
-def describe_checkpoint(cost: dict[str, float]) -> str:
-    """Write the size and the seconds of a checkpoint."""
-    return (
-        f"a checkpoint has {cost['GB']:,.1f} GB and takes about {cost['seconds']:,.0f} s, in which no rank "
-        f"trains, at {DISK_GBS:g} GB/s per node; the run needs {cost['GB on the disk']:,.1f} GB of disk"
-    )
 
 
 def head_line(plan: dict) -> str:
@@ -894,7 +824,6 @@ def plan_tables(plan: dict) -> dict[str, dict[str, float]]:
         "GiB of a GPU by phase": plan["phases_gib"],
         "GiB of host memory of a rank by part": plan["host_gib"],
         "seconds of a step": plan["seconds"] if plan["fits"] else {},
-        "of which train.offload_optimizer": plan["offload"] if plan["fits"] else {},
         "GB that a GPU sends in a step": sent_gb,
     }
 

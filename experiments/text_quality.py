@@ -1,34 +1,17 @@
 """Measure the text of completions by figures that no reward sees: length, fluency, distance, repetition.
 
-    python experiments/text_quality.py --start START --model EXPORT --completions after_completions.jsonl
-    python experiments/text_quality.py --start START --model EXPORT --completions after_completions.jsonl \\
-        --before before_completions.jsonl --json runs/quality.json
-
 A reward is a narrow view of a text. For example, a model that is rewarded for keeping instructions may learn
-to answer "Time." The figures here show such a shortcut. --completions are rows that evaluate.py wrote for
---model (NAME_completions.jsonl); --before are rows that it wrote for --start. --start and --model are folders
-of checkpoints, exports or runs. If a file has sampled completions, only these count; otherwise the greedy
-completions count. Figures and units: see text_quality(). The models compute in float32, one completion at a
+to answer "Time." The figures here show such a shortcut. The models compute in float32, one completion at a
 time, by transformers.
 """
 
-import argparse
 import json
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import repeat
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
-
-from experiments.evaluate import open_model, write_aside
-from runtime.launch import run
 
 DISTINCT_WORDS = 500  # words of all completions together that the shares of distinct n-grams are taken over
 WORDS_PER_TEXT = 20  # words of one completion among them, so that many completions take part
@@ -231,20 +214,8 @@ LABELS = {
 }  # fmt: skip
 
 
-def table_text(sets: dict[str, dict]) -> str:
-    """Format figures as a table with one column for each set, for example before and after training."""
-    lines = [" " * 52 + "".join(f"{name:>12}" for name in sets)]
-    for name, label in LABELS.items():
-        cells = []
-        for figures in sets.values():
-            value = figures[name]
-            cells.append("-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3f}")
-        lines.append(f"{label:<52}" + "".join(f"{cell:>12}" for cell in cells))
-    return "\n".join(lines)
-
-
 # ------------------------------------------------------------------------------------------------------------
-# Command line
+# Files
 # ------------------------------------------------------------------------------------------------------------
 def read_rows(file: Path) -> list[dict]:
     """Read a JSONL file of completions; ValueError names the file."""
@@ -252,35 +223,3 @@ def read_rows(file: Path) -> list[dict]:
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot read completions ({error}); name a file of evaluate.py") from error
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser("experiments/text_quality.py", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--start", type=Path, required=True, help="folder of the model before training")
-    add("--model", type=Path, required=True, help="folder of the model that wrote --completions")
-    add("--completions", type=Path, required=True, help="completions of --model, JSONL of evaluate.py")
-    add("--before", type=Path, help="completions of --start, for a column beside")
-    add("--json", type=Path, help="file of the figures")
-    return parser.parse_args(argv)
-
-
-def main(args: argparse.Namespace) -> None:
-    """Measure the sets, print the table and write the JSON file."""
-    sets = {}
-    with ExitStack() as stack:
-        start, _ = stack.enter_context(open_model(args.start))
-        model, _ = stack.enter_context(open_model(args.model))
-        if args.before:
-            sets["before"] = text_quality(read_rows(args.before), start, start)
-        sets["after" if args.before else "model"] = text_quality(read_rows(args.completions), model, start)
-    print(table_text(sets))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        write_aside(args.json, json.dumps(sets, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, parse_args, sys.argv[1:]))

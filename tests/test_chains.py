@@ -13,7 +13,6 @@ from conftest import ROOT
 from data.chains import INSTRUCTIONS, Chains, corpus_batch, habits, sample_sets, trace
 from data.tiny import RECIPES
 from experiments.environments import demo_table
-from experiments.environments.measure import describe, main
 from reward import Verdict, verify
 from tests import preloaded
 from train_rl import load_config
@@ -190,28 +189,6 @@ def test_the_recipe_makes_all_that_its_settings_name(tmp_path):
     assert (tmp_path / settings["model"]["path"] / "config.json").is_file()
     for source in settings["data"]["train"] + settings["data"]["eval"]:
         assert (tmp_path / source["path"]).stat().st_size > 0
-
-
-def test_the_description_of_an_environment_counts_sampled_completions_only(tmp_path, capsys, monkeypatch):
-    greedy = {"temperature": 0.0, "source": "a", "prompt_index": 0, "num_tokens": 999, "entropy": [9.0] * 999}
-    rows = [greedy | {"status": "ok", "reward": 1.0}]
-    for prompt, rewards in enumerate([(1.0, 1.0), (1.0, 0.5), (0.0, 0.5)]):
-        for reward in rewards:
-            entropy = [0.31] + [0.29] * 9 * (prompt + 1)
-            rows.append({
-                "temperature": 1.0, "source": "a", "prompt_index": prompt, "num_tokens": len(entropy),
-                "entropy": entropy, "reward": reward, "status": "ok" if reward == 1 else "wrong",
-            })  # fmt: skip
-    figures = describe(rows)
-    assert figures["prompts"] == 3 and figures["completions"] == 6
-    assert figures["mean tokens"] == 19 and figures["median tokens"] == 19
-    assert figures["share of tokens above 0.3 nats"] == pytest.approx(6 / 114)
-    assert figures["mean reward"] == pytest.approx(4 / 6) and figures["pass@1"] == pytest.approx(0.5)
-    shares = [figures[f"prompts {name}"] for name in ("never solved", "solved in between", "always solved")]
-    assert shares == pytest.approx([1 / 3] * 3)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
-    monkeypatch.setattr("sys.argv", ["measure", str(tmp_path / "rows.jsonl")])
-    assert main() == 1 and "rows.jsonl" in capsys.readouterr().err
 
 
 def test_the_demos_table_is_made_of_its_runs(tmp_path, monkeypatch, capsys):

@@ -513,7 +513,7 @@ def test_offloading_costs_the_bus_and_a_core():
     offload_s, gpu_s = (plan.phase_seconds(one)["update"] for one in (task, on_gpu))
     fused_s = 28 * billions / 3350 / 0.6  # AdamW on the GPU instead
     assert offload_s - gpu_s == pytest.approx((6 / 64 / 0.6 + 42 / 20) * billions - fused_s)
-    assert set(plan.offload_cost(on_gpu).values()) == {0}
+    assert plan.offload_seconds(on_gpu) == 0
 
 
 def test_a_host_that_is_too_small_is_named():
@@ -543,7 +543,6 @@ def test_a_micro_batch_computes_a_shared_prompt_once(tokens, together):
     assert shared.grid_tokens == separate.grid_tokens
     sent, sent_separate = (plan.wire_bytes(task)["all-to-all"] for task in (shared, separate))
     assert sent == pytest.approx(sent_separate * computed / 35200)
-    assert (plan.activation_bytes(shared) < plan.activation_bytes(separate)) == (together > 1)
     assert shared.parts == separate.parts, "the largest micro-batch may have short prompts only"
 
 
@@ -651,32 +650,14 @@ def test_a_rollout_samples_every_token_once(mean, limit, monkeypatch):
 
 
 def test_a_sync_takes_less_than_published_and_more_than_its_bytes():
-    """Published for Qwen3-30B-A3B are 0.74 to 1.0 s in bfloat16, and 2.9 to 4.0 s with FP8.
+    """Published for Qwen3-30B-A3B are 0.74 to 1.0 s in bfloat16.
 
     The bytes of an H100 are 50.7 GB at 450 x 0.6 GB/s, and 61.1 GB twice at 3,350 x 0.6 GB/s.
     """
     task = make_task("model.ep_size=8", "rollout.tensor_parallel=8")
-    assert 50.7 / 270 + 2 * 61.1 / 2010 < plan.sync_seconds(task) < 0.74
-    assert 2.9 / 2 < plan.sync_seconds(task.with_settings({"rollout.fp8": "on"})) < 2 * 4.0, "a factor of two"
+    assert plan.sync_seconds(task) == pytest.approx(50.7 / 270 + 2 * 61.1 / 2010, rel=1e-2) < 0.74
     two_nodes = make_task("model.ep_size=16", gpus=16)
     assert plan.sync_seconds(two_nodes) > 2 * plan.sync_seconds(task), "the network is slower than NVLink"
-
-
-def test_experts_that_are_loaded_one_by_one_cost_python():
-    """Engines of four GPUs that hold whole experts choose 32 of 128 experts among 18,432 matrices."""
-    task = make_task("model.ep_size=8", "rollout.tensor_parallel=4", "rollout.expert_parallel=true")
-    whole = task.with_settings({"rollout.expert_parallel": False})
-    matrices = 48 * 128 * 3
-    expected = matrices * plan.S_PER_MATRIX - 48 * 3 * plan.S_PER_TENSOR
-    assert plan.sync_seconds(task) - plan.sync_seconds(whole) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("gpus, seconds", [(8, 427.4), (32, 106.9)])
-def test_size_and_seconds_of_a_checkpoint_by_hand(gpus, seconds):
-    """30.53 billion parameters x (2 + 12) bytes, at 1 GB/s on each node of eight GPUs; there are three at
-    times, because checkpoint.keep is 2."""
-    cost = plan.plan_run(make_task(*FITTING, gpus=gpus))["checkpoint"]
-    assert cost == {"GB": 427.4, "GB on the disk": pytest.approx(3 * 427.45, abs=0.1), "seconds": seconds}
 
 
 # ---- fits, advice, search ----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from conftest import ROOT
 
 from data import smollm2
 from experiments import real
@@ -93,18 +92,6 @@ def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
     with pytest.raises(ValueError, match="gpt2"):
         smollm2.convert(tmp_path / "model.gguf", tmp_path / "model")
     assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.slow
-def test_the_converted_model_has_the_tokens_of_its_file_and_the_text_of_transformers(capfd):
-    wheels = sorted((ROOT / smollm2.FOLDER / "download").glob("*.whl"))
-    if not wheels or not (ROOT / real.DENSE).is_dir():
-        pytest.skip("no data/built/smollm2: `make real` makes it")
-    command = (ROOT / "experiments/real_check.py", "--model", ROOT / real.DENSE, "--wheel", wheels[0])
-    moe = ("--moe", ROOT / real.MOE) if (ROOT / real.MOE).is_dir() else ()
-    real.call(real.sys.executable, *command, *moe)
-    printed = capfd.readouterr().out
-    assert "tokens of 20 prompts: equal" in printed and "transformers and vLLM agree" in printed
 
 
 def test_a_text_without_words_keeps_no_instruction():

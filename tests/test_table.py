@@ -739,7 +739,7 @@ def study(tmp_path, monkeypatch) -> Path:
 
 def test_a_row_of_a_study_is_run_and_compared_with_its_record(study, tmp_path, monkeypatch, capsys):
     builds = []
-    monkeypatch.setattr(run, "build_start", lambda one, study, has_start, dry_run: builds.append(one))
+    monkeypatch.setattr(run, "build_start", lambda one, study, dry_run: builds.append(one))
     command = ["--row", "question/grpo", "--seed", "4", "--out", str(tmp_path / "out")]
     assert run.main(command) == 0
     output = capsys.readouterr()
@@ -755,23 +755,21 @@ def test_a_row_of_a_study_is_run_and_compared_with_its_record(study, tmp_path, m
 
 
 def test_the_start_of_a_row_is_built_if_it_is_missing(study, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "ROOT", tmp_path)  # a checkout without data/built
-    command = ["--row", "question/grpo", "--seed", "4", "--dry-run"]
-    assert run.main([*command, "--script", str(ROOT / "train_rl.py")]) == 0
-    assert "-m data.tiny --recipe habits" in capsys.readouterr().out
+    """In a checkout without data/built: by prepare.sh of the study, or else of experiments."""
+    prepare = tmp_path / "experiments" / "prepare.sh"
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "PREPARE", prepare)
+    command = ["--row", "question/grpo", "--seed", "4", "--script", str(ROOT / "train_rl.py")]
     scores = "zero_variance.offline_scores=data/built/habits/none.jsonl"
-    assert run.main([*command, "--script", str(ROOT / "train_rl.py"), scores]) == 2
-    assert "zero_variance.offline_scores" in capsys.readouterr().err
-    prepare = study / "prepare.sh"
-    prepare.touch()
-    assert run.main([*command, "--script", str(ROOT / "train_rl.py"), scores]) == 0
-    assert f"bash {prepare.relative_to(tmp_path)} habits" in capsys.readouterr().out, "also makes the scores"
-    prepare.unlink()
+    for _ in range(2):
+        assert run.main([*command, "--dry-run", scores]) == 0
+        assert f"bash {prepare.relative_to(tmp_path)} habits" in capsys.readouterr().out
+        prepare = study / "prepare.sh"  # also makes the scores
+        prepare.touch()
     builds = []
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(run.subprocess, "run", lambda command, cwd, env: builds.append(command) or done)
-    pools = "data.train=[{path: data/built/habits/pool_50.jsonl}]"
-    assert run.main([*command[:-1], "--script", str(ROOT / "train_rl.py"), pools]) == 2
+    assert run.main([*command, "data.train=[{path: data/built/habits/pool_50.jsonl}]"]) == 2
     assert [words[-1] for words in builds] == ["habits"]
     error = capsys.readouterr().err
     assert "data/built/habits/pool_50.jsonl" in error and "README.md" in error, "named after the build"

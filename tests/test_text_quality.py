@@ -1,6 +1,5 @@
 """experiments/text_quality.py: figures of hand-made texts, and of models by brute force."""
 
-import json
 import math
 
 import pytest
@@ -124,16 +123,3 @@ def test_a_set_that_cannot_be_measured_is_explained(folders, tmp_path):
         inserted = {"role": "tool", "num_tokens": 1, "sampled": False}
         quality.text_quality([rows[0] | {"turns": [*turns, inserted]}], trained, start)
     assert quality.text_quality([rows[0] | {"turns": turns}], trained, start)["num_completions"] == 1
-
-
-def test_the_command_prints_both_columns(folders, tmp_path, capsys):
-    trained, start = folders
-    for name, text in (("before", "some words"), ("after", "word")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row(text, [7, 8])) + "\n")
-    options = ["--start", start, "--model", trained, "--completions", tmp_path / "after.jsonl"]
-    options += ["--before", tmp_path / "before.jsonl", "--json", tmp_path / "out" / "quality.json"]
-    quality.main(quality.parse_args([str(option) for option in options]))
-    sets = json.loads((tmp_path / "out" / "quality.json").read_text())
-    assert (sets["before"]["mean_words"], sets["after"]["mean_words"]) == (2, 1)
-    assert sets["before"]["kl_to_start"] == 0 < sets["after"]["kl_to_start"]
-    assert f"{sets['after']['perplexity_start']:.3f}" in capsys.readouterr().out

@@ -10,6 +10,14 @@ from experiments.bench.common import markdown
 ALPHAS = (0.02, 0.06, 0.2, 0.6)
 VOCABULARY = {"instructions": 49152, "sums": 49152, "habits": 98, "chains": 98}  # tokens of each environment
 RL_ZVP_COEF = 0.1  # the coefficient of RL-ZVP's paper
+STEP_FIGURES = {  # name in metrics.jsonl: (heading, format)
+    "score": ("score", ".2f"),
+    "tool_calls": ("calls per episode", ".2f"),
+    "tool_errors_frac": ("share of calls with an error", ".2f"),
+    "completion_tokens": ("sampled tokens", ".1f"),
+    "tool_tokens": ("inserted tokens", ".1f"),
+    "zero_variance_frac": ("groups without variance", ".2f"),
+}
 TARGET = 0.1  # share of uncertain tokens that the clip should cut, the middle of 0.05 to 0.15
 
 
@@ -42,6 +50,17 @@ def ifeval_lines(data: dict) -> list[str]:
     lines[-1][-1] = f"{change['gained']}, {change['lost']} (p = {change['p']:.2g})"
     heads = ["model", "prompt level", "instruction level", "tokens", "cut at limit", "gained, lost"]
     return markdown(heads, lines)
+
+
+def tool_lines(data: dict) -> list[str]:
+    """Return the table of a run of environments/real_tool.yaml: five steps, and the accuracy at both ends."""
+    accuracy = {row["step"]: f"{row['accuracy']:.3f}" for row in data["held_out"]}
+    rows = [["start", *[""] * len(STEP_FIGURES), accuracy[0]]]
+    for step in data["steps"]:
+        if step["step"] in (1, 3, 5, 8, 12):
+            cells = [format(step[name], form) for name, (_, form) in STEP_FIGURES.items()]
+            rows.append([step["step"], *cells, accuracy.get(step["step"], "")])
+    return markdown(["step", *(heading for heading, _ in STEP_FIGURES.values()), "held out, greedy"], rows)
 
 
 def runs_of(data: list[dict], method: str) -> list[dict]:
