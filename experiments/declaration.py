@@ -24,7 +24,6 @@ hold digests of its prompts.
 
 Declared seeds may lack a run, because studies run in portions: the note below a table names these seeds.
 Runs of commits before v0.1 need no declaration; a table of any other undeclared run is refused (notes.py).
-A comment `<!-- report: module experiments.declaration declared.json -->` makes the table of table_lines().
 """
 
 import ast
@@ -45,7 +44,6 @@ from settings import Config
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = ("question", "rows", "seeds", "endpoint", "contrasts", "test", "correction", "stop", "prediction")
 BEFORE = "c144752728363ce7c9ec10e54b50d489af68f345"  # v0.1: runs of its ancestors need no declaration
-SHOWN = ("endpoint", "contrasts", "test", "correction", "stop", "prediction")
 
 
 def read_declaration(file: Path) -> dict:
@@ -329,15 +327,3 @@ def warnings_of_launch(
         if not is_clean:
             warnings.append(f"{file} is a declaration, and the checkout has uncommitted changes")
     return warnings
-
-
-def table_lines(declared: dict) -> list[str]:
-    """Return a declaration as a table, with its digest; pipes, as in "log |tau|", are escaped."""
-    values = {key: declared[key] for key in SHOWN}
-    values["contrasts"] = ", ".join(f"{row} - {parent}" for row, parent in contrasts_of(declared))
-    seeds = ", ".join(map(str, declared["seeds"]))
-    rows = [("rows", ", ".join(declared["rows"])), ("seeds", seeds), *values.items()]
-    rows += [("commit", declared["commit"])] if "commit" in declared else []
-    cells = [(key, str(value).replace("|", "\\|")) for key, value in rows]
-    lines = ["| declared before the runs | |", "|---|---|", *(f"| {key} | {text} |" for key, text in cells)]
-    return [*lines, f"| digest | `{digest_of(declared)}` |"]

@@ -80,13 +80,6 @@ def test_a_declaration_that_was_changed_after_the_runs_is_refused(study):
     assert "of, which is not among the rows" in problems(folder, commit=declared)[0]
 
 
-def test_a_declaration_is_shown_with_its_digest():
-    text = "\n".join(declaration.table_lines(DECLARED))
-    assert "| contrasts | on - off |" in text and declaration.digest_of(DECLARED) in text
-    lines = declaration.table_lines(DECLARED | {"endpoint": "slope on log |tau|", "commit": "a|b"})
-    assert r"| endpoint | slope on log \|tau\| |" in lines and r"| commit | a\|b |" in lines
-
-
 def test_a_shallow_clone_checks_the_commits_that_it_has(study, tmp_path):
     folder, before, declared = study
     clone = tmp_path / "clone"
@@ -109,7 +102,6 @@ def test_runs_descend_from_the_commit_that_the_declaration_names(study):
         merge = ["merge", "-q", "--allow-unrelated-histories", "-s", "ours", "-m", "merged", side]
         subprocess.run([*git, *merge], check=True)
         assert "descend" in problems(folder, commit=side)[0]
-    assert f"| commit | {declared} |" in declaration.table_lines(DECLARED | {"commit": declared})
 
 
 def test_a_mistake_is_found_before_the_first_run(study):

