@@ -47,7 +47,7 @@ from pydantic import ValidationError
 
 from data.formats import find_files, is_saved_to_disk
 from data.prompts import DataSettings, Prompt, PromptSource
-from experiments.page.build import build_page, drop_routes, finite, group_rows, text_pieces, token_details
+from experiments.page.build import build_page, finite, group_rows, text_pieces, token_details
 from reward import RewardPool, Verdict, check_functions, impossible_references, start_pool
 from runtime.config import Section, explain, flat_settings, merge, read_override, with_settings_apart
 from runtime.launch import leave, one_line, run
@@ -318,10 +318,8 @@ def verifier_rows(tasks: list[Task]) -> list[tuple[str, str, dict]]:
     return [(task.prompt.kind, task.prompt.answer, task.prompt.fields) for task in tasks]
 
 
-def sample(
-    engine, pool, interaction, tokenizer, tasks: list[Task], args, settings, progress
-) -> tuple[list[dict], list]:
-    """Complete each task greedily and args.samples times; return the rows, and the engine's completions.
+def sample(engine, pool, interaction, tokenizer, tasks: list[Task], args, settings, progress) -> list[dict]:
+    """Complete each task greedily and args.samples times; return the rows.
 
     The seed of a sample is the same as in an evaluation of train_rl.py with this train.seed. interaction:
     tools and environment of data.tools and data.environment, or None.
@@ -356,11 +354,10 @@ def sample(
     completions = engine.generate(requests, 0, submit, pool.poll, episodes=episodes)
     verdicts = pool.collect()
     binary = settings.reward.binary
-    rows = [
+    return [
         row_of(*jobs[index], completion, completion.verdict or verdicts[index], texts[index], binary)
         for index, completion in enumerate(completions)
     ]
-    return rows, completions
 
 
 def row_of(
@@ -395,23 +392,19 @@ def of_sampled(values: list[float], sampled: list[bool]) -> list[float | None]:
 # ------------------------------------------------------------------------------------------------------------
 # The policy of the trainer
 # ------------------------------------------------------------------------------------------------------------
-def add_trainer_outputs(
-    policy, rows: list[dict], prompt_ids: dict[int, list[int]], args: argparse.Namespace
-) -> list[np.ndarray | None]:
-    """Add trainer_logprobs and entropy to rows; return the experts [tokens, L, K] of each row, or None.
+def add_trainer_outputs(policy, rows: list[dict], args: argparse.Namespace) -> None:
+    """Add trainer_logprobs and entropy to rows.
 
     Log-probabilities are at the sampling temperature of the row. For greedy completions the temperature is 1,
     because vLLM reports log-probabilities at 1.
     """
     import torch
 
-    from moe_model import num_experts_of, pack, route_table
+    from moe_model import pack
     from runtime.schedule import split_rows
 
     device = next(policy.parameters()).device
-    num_experts = num_experts_of(policy.config)
-    routes: list[np.ndarray | None] = [None] * len(rows)
-    lengths = [len(prompt_ids[row["prompt_index"]]) + row["num_tokens"] for row in rows]
+    lengths = [len(row["prompt_ids"]) + row["num_tokens"] for row in rows]
     temperatures = [row["temperature"] or 1.0 for row in rows]
     order = sorted(range(len(rows)), key=lambda i: -lengths[i])
     batches = [
@@ -423,33 +416,18 @@ def add_trainer_outputs(
     ]
     progress = progress_bar(len(rows), "trainer")
     for batch in batches:
-        batch_prompts = [prompt_ids[rows[i]["prompt_index"]] for i in batch]
-        packed = pack(batch_prompts, [rows[i]["token_ids"] for i in batch], device)
+        packed = pack([rows[i]["prompt_ids"] for i in batch], [rows[i]["token_ids"] for i in batch], device)
         with torch.no_grad():
-            # [N], [N], L x [T, K]
-            logprobs, entropy, layer_ids, _ = policy(packed, temperatures[batch[0]])
-        table = route_table(layer_ids, num_experts)
+            logprobs, entropy, _, _ = policy(packed, temperatures[batch[0]])  # [N], [N]
         sizes = [rows[i]["num_tokens"] for i in batch]
-        expert_ids = [None] * len(batch)
-        if table is not None:
-            expert_ids = table.index_select(0, packed.predictor_index).cpu().split(sizes)  # [tokens, L, K]
         row_logprobs = logprobs.float().cpu().split(sizes)
         row_entropies = entropy.float().cpu().split(sizes)
-        for i, logprobs_of_row, entropy_of_row, ids in zip(batch, row_logprobs, row_entropies, expert_ids):
+        for i, logprobs_of_row, entropy_of_row in zip(batch, row_logprobs, row_entropies):
             sampled = [value is not None for value in rows[i]["rollout_logprobs"]]
             rows[i]["trainer_logprobs"] = of_sampled(logprobs_of_row.tolist(), sampled)
             rows[i]["entropy"] = of_sampled(entropy_of_row.tolist(), sampled)
-            routes[i] = None if ids is None else ids.numpy()
         progress.update(len(batch))
     progress.close()
-    return routes
-
-
-def engine_routes(completion, num_prompt_tokens: int) -> np.ndarray | None:
-    """Return the experts [tokens, L, K] that predicted each token of a completion in the engine, or None."""
-    if completion.routed_experts is None:
-        return None
-    return completion.routed_experts[num_prompt_tokens - 1 :].numpy()  # row t predicts token t + 1
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -468,7 +446,7 @@ def as_jsonl(rows: list[dict]) -> str:
     return "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
 
 
-def evaluation_header(result: dict, num_experts: int, layers: list[int]) -> dict:
+def evaluation_header(result: dict) -> dict:
     """Return the header of an evaluation's page: figures, tables and settings."""
     figures = result["figures"]
     settings = result["settings"]
@@ -501,7 +479,7 @@ def evaluation_header(result: dict, num_experts: int, layers: list[int]) -> dict
     facts += [[name, json.dumps(value)] for name, value in changed.items() if name not in shown]
     return {
         "title": result["model"], "facts": facts, "tiles": tiles, "tables": tables, "mode": "evaluation",
-        "bins": min(settings["samples"] or 1, 20), "layers": layers, "num_experts": num_experts,
+        "bins": min(settings["samples"] or 1, 20),
     }  # fmt: skip
 
 
@@ -563,7 +541,7 @@ def samples_header(run_dir: Path, rows: list[dict], num_groups: int) -> dict:
     facts = [["steps", f"{steps[0]} to {steps[-1]}"], ["groups", num_groups], ["completions", len(rows)]]
     return {
         "title": f"{name}: samples of the training", "facts": facts, "tiles": tiles, "tables": [],
-        "mode": "samples", "bins": 0, "layers": [], "num_experts": 0,
+        "mode": "samples", "bins": 0,
     }  # fmt: skip
 
 
@@ -673,6 +651,7 @@ def read_settings(args: argparse.Namespace, context: int):
         data["eval"].append({key: value for key, value in common.items() if value is not None} | source)
     names = ("temperature", "max_new_tokens", "dtype", "kv_cache_gib", "max_num_seqs")
     rollout = {name: getattr(args, name) for name in names} | {"sleep_level": sleep_level(args)}
+    rollout["capture_routes"] = "off"
     values = {"data": {key: value for key, value in data.items() if value is not None}, "rollout": rollout}
     for override in args.settings:
         values = merge(values, read_override(override))
@@ -718,7 +697,7 @@ def sleep_level(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     """Evaluate the model in a folder and write the output files. Collective."""
     from data.chat import load_tokenizer
-    from moe_model import is_moe_layer, load_config, num_experts_of
+    from moe_model import load_config
     from runtime.checkpoint import digest_of_weights
 
     hf_config = load_config(folder)
@@ -730,33 +709,21 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     seconds: dict[str, float] = {}
     start = time.perf_counter()
     local_tasks = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
-    outcome = generate(args, settings, folder, tokenizer, tasks, local_tasks)
-    engine, rows, completions, seconds["sampling"] = outcome
+    engine, rows, seconds["sampling"] = generate(args, settings, folder, tokenizer, tasks, local_tasks)
     seconds["engine"] = time.perf_counter() - start
     result = {"model": name, "weights": digest_of_weights(folder)}
     result |= {"settings": settings_of(args, settings), "seconds": seconds}
-    write_results(args, result, gather(rows)[0])  # before the trainer, which may fail
-
-    prompt_ids = {task.prompt_index: task.prompt_ids for task in local_tasks}
-    lengths = [len(prompt_ids[row["prompt_index"]]) for row in rows]
-    routes = [engine_routes(completion, length) for completion, length in zip(completions, lengths)]
-    trainer_routes: list[np.ndarray | None] = [None] * len(rows)
+    write_results(args, result, gather(rows))  # before the trainer, which may fail
     if args.trainer_logprobs:
         engine.sleep()
         start = time.perf_counter()
-        trainer_routes = add_trainer_outputs(build_trainer(folder, settings), rows, prompt_ids, args)
+        add_trainer_outputs(build_trainer(folder, settings), rows, args)
         seconds["trainer"] = time.perf_counter() - start
-    layers = [layer for layer in range(hf_config.num_hidden_layers) if is_moe_layer(hf_config, layer)]
-    tables = [(None, None)] * len(rows)
-    if args.html:
-        tables = [tuple(None if ids is None else ids[:, layers] for ids in pair)
-                  for pair in zip(routes, trainer_routes)]  # fmt: skip
-    rows, tables = gather(rows, tables)
+    rows = gather(rows)
     if rows:
         write_results(args, result, rows)
         if args.html:
-            num_experts = num_experts_of(hf_config)
-            write_aside(args.html, evaluation_page(result, rows, tables, tokenizer, layers, num_experts))
+            write_aside(args.html, evaluation_page(result, rows, tokenizer))
         report(args, result)
 
 
@@ -806,23 +773,18 @@ def progress_bar(num_completions: int, label: str):
     return tqdm(total=num_completions, desc=label, unit="completion", disable=hidden, mininterval=0.5)
 
 
-def gather(rows: list[dict], tables: list | None = None) -> tuple[list[dict], list]:
-    """Gather the rows of all ranks, and the table of each row, on rank 0 in the order of the set. Collective.
-
-    All other ranks get two empty lists.
-    """
+def gather(rows: list[dict]) -> list[dict]:
+    """Gather the rows of all ranks on rank 0 in the order of the set; other ranks get []. Collective."""
     import torch.distributed as dist
 
-    pairs = list(zip(rows, tables or [None] * len(rows)))
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(pairs, gathered)
-    pairs = [pair for rank_pairs in gathered or [] for pair in rank_pairs]
-    pairs.sort(key=lambda pair: (pair[0]["prompt_index"], pair[0]["sample"]))
-    return [row for row, _ in pairs], [table for _, table in pairs]
+    dist.gather_object(rows, gathered)
+    rows = [row for rank_rows in gathered or [] for row in rank_rows]
+    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample"]))
 
 
 def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_tasks: list[Task]):
-    """Complete and score the tasks of this rank; return engine, rows, completions and seconds of sampling."""
+    """Complete and score the tasks of this rank; return engine, rows and seconds of sampling."""
     from data.score import weights_of
     from rollout import RolloutEngine
 
@@ -839,9 +801,9 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_t
         engine.sync(weights_of(folder), policy_version=0)
         start = time.perf_counter()
         with progress_bar(num_completions, "generate") as progress:
-            rows, completions = sample(engine, pool, turns, tokenizer, local_tasks, args, settings, progress)
+            rows = sample(engine, pool, turns, tokenizer, local_tasks, args, settings, progress)
         seconds = time.perf_counter() - start
-    return engine, rows, completions, seconds
+    return engine, rows, seconds
 
 
 @contextlib.contextmanager
@@ -905,20 +867,13 @@ def write_results(args: argparse.Namespace, result: dict, rows: list[dict]) -> N
         write_aside(args.completions, as_jsonl(rows))
 
 
-def evaluation_page(
-    result: dict, rows: list[dict], tables: list[tuple], tokenizer, layers: list[int], num_experts: int
-) -> str:
-    """Return the page of an evaluation. tables: for each row, the experts of engine and trainer."""
-    labels = level_labels([row["difficulty"] for row in rows])
-    prompts, groups = group_rows(rows, labels)
-    details = [
-        token_details(row, text_pieces(tokenizer, row["token_ids"]), *of_row)
-        for row, of_row in zip(rows, tables)
-    ]
-    if num_dropped := drop_routes(details):
-        say(f"the page omits the experts of {num_dropped} of {len(details)} completions to limit its size")
-    header = evaluation_header(result, num_experts, layers)
-    return build_page(header, prompts, [[details[n] for n in numbers] for numbers in groups])
+def evaluation_page(result: dict, rows: list[dict], tokenizer) -> str:
+    """Return the page of an evaluation."""
+    prompts, groups = group_rows(rows, level_labels([row["difficulty"] for row in rows]))
+    details = [token_details(row, text_pieces(tokenizer, row["token_ids"])) for row in rows]
+    return build_page(
+        evaluation_header(result), prompts, [[details[n] for n in numbers] for numbers in groups]
+    )
 
 
 def report(args: argparse.Namespace, result: dict) -> None:

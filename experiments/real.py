@@ -161,7 +161,7 @@ def texts_page(run_dir: Path) -> str:
             {"name": label, "unit": "share", "mean": share, "note": "texts that keep all instructions"}
             for label, share in shares.items()
         ],
-        "tables": [], "mode": "evaluation", "bins": 2, "layers": [], "num_experts": 0,
+        "tables": [], "mode": "evaluation", "bins": 2,
     }  # fmt: skip
     return build_page(header, prompts, [[details[n] for n in numbers] for numbers in groups])
 

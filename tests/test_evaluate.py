@@ -167,8 +167,7 @@ class Elements(HTMLParser):
 
 
 def header(**changes) -> dict:
-    return {"title": "model", "facts": [], "tiles": [], "tables": [], "mode": "evaluation", "bins": 1,
-            "layers": [0, 2], "num_experts": 8} | changes  # fmt: skip
+    return {"title": "m", "facts": [], "tiles": [], "tables": [], "mode": "evaluation", "bins": 1} | changes
 
 
 def hostile_page() -> tuple[str, list[dict]]:
@@ -220,21 +219,13 @@ def test_the_policy_allows_one_script_only():
 
 
 def test_details_of_tokens():
-    rng = np.random.default_rng(0)
-    engine = np.argsort(rng.random((4, 2, 300)))[..., :3].astype(np.int16)  # more ids than a byte holds
-    trainer = engine[..., ::-1].copy()  # the same experts in another order
-    trainer[2, 1, 0] = (set(range(4)) - set(engine[2, 1].tolist())).pop()
     numbers = {
         "token_ids": [5, 6, 7, 8], "rollout_logprobs": [-1.0, -2.0, -0.125, -3.0],
         "trainer_logprobs": [-1.0, -2.00001, math.nan, -3.5], "entropy": [0.1, 2.0, 0.3, math.inf],
     }  # fmt: skip
-    detail = json.loads(json.dumps(token_details(numbers, list("abcd"), engine, trainer), allow_nan=False))
+    detail = json.loads(json.dumps(token_details(numbers, list("abcd")), allow_nan=False))
     assert detail["difference"] == [0.0, -1e-5, None, -0.5] and detail["entropy"] == [0.1, 2.0, 0.3, None]
     assert "trainer" not in detail and detail["engine"] == [-1.0, -2.0, -0.125, -3.0]
-    table = detail["routes"]
-    ids = np.frombuffer(base64.b64decode(table["data"]), f"<u{table['width']}").reshape(table["shape"])
-    assert (ids == engine).all()
-    assert detail["trainer_routes"]["at"] == [2] and detail["trainer_routes"]["shape"] == [1, 2, 3]
     assert scales_of([detail])["difference"] == pytest.approx(np.percentile([0, 1e-5, 0.5], 99))
     only_trainer = token_details({"token_ids": [1], "trainer_logprobs": [-1.5]}, ["a"])
     assert only_trainer == {"ids": [1], "pieces": ["a"], "trainer": [-1.5]}
@@ -432,7 +423,7 @@ def test_the_header_of_the_page_names_changed_settings_one_by_one():
         "model": "m", "mismatch": None, "figures": all_figures(rows, seed=0),
         "settings": evaluate_py.settings_of(parse_args(["--model", "m", *options]), settings),
     }  # fmt: skip
-    facts = dict(evaluate_py.evaluation_header(result, num_experts=0, layers=[])["facts"])
+    facts = dict(evaluate_py.evaluation_header(result)["facts"])
     assert (facts["reward.timeout_s"], facts["rollout.stop"], facts["dtype"]) == ("3.0", '["."]', "float32")
     assert "rollout.dtype" not in facts, "its fact is dtype"
     assert all(isinstance(value, str | int | float) for value in facts.values())
@@ -558,21 +549,15 @@ def test_greedy_text_and_log_probabilities_equal_transformers(evaluated):
 
 @pytest.mark.slow
 def test_the_page_shows_the_completions(evaluated):
-    from transformers import AutoConfig
-
     elements = Elements((evaluated / "e.html").read_text())
     rows = read_rows(evaluated / "e_completions.jsonl")
     index = elements.read("index")
-    top_k = AutoConfig.from_pretrained(TINY / "model").num_experts_per_tok
     completions = [c["completion"] for p in index["prompts"] for c in p["completions"]]
     assert completions == [r["completion"] for r in rows]
     for number in (0, 39):
         for detail, r in zip(elements.read(f"tokens-{number}"), rows[5 * number :]):
-            tokens = len(r["token_ids"])
             assert detail["ids"] == r["token_ids"] and "".join(detail["pieces"]).startswith(r["completion"])
-            assert detail["routes"]["shape"] == [tokens, len(index["header"]["layers"]), top_k]
             assert np.allclose(detail["engine"], r["rollout_logprobs"], atol=1e-5)
-            assert len(detail["trainer_routes"]["at"]) <= tokens // 2  # float32: equal, except for ties
     assert (evaluated / "e.html").stat().st_size < 400_000
 
 

@@ -26,7 +26,6 @@ import numpy as np
 
 FOLDER = Path(__file__).resolve().parent
 HIGH_ENTROPY_SHARE = 0.2  # fraction of a completion's tokens in ESPO's first entropy group
-MAX_ROUTE_BYTES = 32 << 20  # limit for the experts of all tokens, which hardly compress
 COMPLETION_KEYS = (
     "completion", "status", "reward", "detail", "parts", "num_tokens", "finish_reason", "sample",
     "temperature", "label",
@@ -37,9 +36,9 @@ PROMPT_KEYS = ("prompt", "answer", "kind", "source", "difficulty", "step")
 def build_page(header: dict, prompts: list[dict], details: list[list[dict | None]]) -> str:
     """Return the HTML of the page.
 
-    header: title, facts, tiles, tables, mode ("evaluation" or "samples"), bins of the histogram, layers that
-    have experts, num_experts. prompts: made by group_rows(). details: for each prompt, a list with the
-    token_details() of each completion, or None for a completion without recorded tokens.
+    header: title, facts, tiles, tables, mode ("evaluation" or "samples"), bins of the histogram. prompts:
+    made by group_rows(). details: for each prompt, a list with the token_details() of each completion, or None for
+    a completion without recorded tokens.
     """
     all_details = [detail for prompt_details in details for detail in prompt_details if detail]
     choices = {
@@ -132,14 +131,11 @@ def finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def token_details(
-    row: dict, pieces: list[str], routes: np.ndarray | None = None, trainer_routes: np.ndarray | None = None
-) -> dict:
+def token_details(row: dict, pieces: list[str]) -> dict:
     """Return the data of a completion's tokens for the page.
 
     row: token_ids; optional rollout_logprobs (of the engine), trainer_logprobs and entropy, with null at
-    inserted tokens, and turns [{role, num_tokens}]. pieces: text of each token. routes, trainer_routes:
-    experts [tokens, layers, K] that predicted each token.
+    inserted tokens, and turns [{role, num_tokens}]. pieces: text of each token.
     """
     entropy = row.get("entropy")
     engine = row.get("rollout_logprobs")
@@ -152,16 +148,10 @@ def token_details(
         "entropy": rounded(entropy, ".4f"),
         "high": None if entropy is None else highest_sampled(entropy, HIGH_ENTROPY_SHARE),
         "turns": [[turn["role"], turn["num_tokens"]] for turn in row["turns"]] if "turns" in row else None,
-        "routes": route_table(routes),
-        "trainer_routes": route_table(trainer_routes),
     }
     if engine is not None and trainer is not None:  # the page adds engine and difference: smaller than both
         differences = [math.nan if None in pair else pair[0] - pair[1] for pair in zip(trainer, engine)]
         detail |= {"difference": rounded(differences, ".2e"), "trainer": None}
-    if routes is not None and trainer_routes is not None:
-        differs = (np.sort(routes, axis=-1) != np.sort(trainer_routes, axis=-1)).any(axis=(1, 2))  # [tokens]
-        table = route_table(trainer_routes[differs]) | {"at": differs.nonzero()[0].tolist()}
-        detail["trainer_routes"] = table  # for all other tokens, the engine's experts hold
     return {key: value for key, value in detail.items() if value is not None}
 
 
@@ -186,31 +176,6 @@ def highest_sampled(values: Sequence[float | None], share: float) -> list[int]:
     """Return the positions of the highest values, as highest(), among the values that are not null."""
     positions = [i for i, value in enumerate(values) if value is not None]
     return [positions[i] for i in highest([values[i] for i in positions], share)]
-
-
-def route_table(ids: np.ndarray | None) -> dict | None:
-    """Return expert ids [tokens, layers, K] as little-endian bytes in base64."""
-    if ids is None:
-        return None
-    ids = np.ascontiguousarray(ids, dtype="<u1" if ids.max(initial=0) < 256 else "<u2")
-    return {
-        "shape": list(ids.shape),
-        "width": ids.dtype.itemsize,
-        "data": base64.b64encode(ids.tobytes()).decode(),
-    }
-
-
-def drop_routes(details: list[dict], limit: int = MAX_ROUTE_BYTES) -> int:
-    """Remove the experts of completions beyond a limit in bytes; return the number of these completions."""
-    used = num_dropped = 0
-    for detail in details:
-        tables = [detail[name] for name in ("routes", "trainer_routes") if name in detail]
-        used += sum(len(table["data"]) for table in tables)
-        if tables and used > limit:
-            detail.pop("routes", None)
-            detail.pop("trainer_routes", None)
-            num_dropped += 1
-    return num_dropped
 
 
 def scales_of(details: list[dict]) -> dict[str, float]:

@@ -502,7 +502,7 @@ function showTooltip(span) {
   tip.style.top = `${below ? box.bottom + 7 : box.top - tip.offsetHeight - 7}px`;
 }
 
-/** Open the panel of a token: the numbers of the token, and the experts that computed it. */
+/** Open the panel of a token: its numbers. */
 function openToken(span) {
   document.querySelector(".t.on")?.classList.remove("on");
   span.classList.add("on");
@@ -513,41 +513,9 @@ function openToken(span) {
   if (probability !== null) lines.push(["probability", number(Math.exp(probability), 4)]);
   $("inspector").replaceChildren(
     el("div", { class: "head" }, el("b", {}, "Token"), el("button", { title: "Close (Esc)", onclick: closeToken }, "✕")),
-    el("div", { class: "text" }, ...pieceOf(detail, i)), asList(lines), ...experts(detail, i));
+    el("div", { class: "text" }, ...pieceOf(detail, i)), asList(lines));
   $("inspector").hidden = false;
   span.scrollIntoView({ block: "nearest" });
-}
-
-/** Show the experts of a token, layer by layer, with the trainer's experts if they differ from the engine's. */
-function experts(detail, i) {
-  const layers = index.header.layers, title = el("h2", {}, "Experts");
-  if (!layers.length) return [];
-  if (!detail.routes && !detail.trainer_routes) return [title, el("p", { class: "note" }, "Omitted for this completion, to limit the size of the page.")];
-  const engine = expertIds(detail.routes, i);
-  const trainer = detail.trainer_routes ? expertIds(detail.trainer_routes, i) ?? engine : null;
-  const list = (ids, others) => ids.map((id) => el("span", { class: others && !others.includes(id) ? "expert other" : "expert" }, String(id)));
-  let differing = 0;
-  const rows = layers.map((layer, place) => {
-    const [one, other] = [(engine ?? trainer)[place], engine && trainer ? trainer[place] : null];
-    if (one.some((id) => id >= index.header.num_experts)) return el("tr", {}, el("td", {}, `layer ${layer}`), el("td", {}, "not captured"));
-    const same = !other || one.every((id) => other.includes(id));
-    if (!same) differing += 1;
-    return el("tr", {}, el("td", {}, `layer ${layer}`), el("td", {}, ...list(one, same ? null : other),
-      ...(same ? [] : [el("div", {}, "trainer ", ...list(other, one))])));
-  });
-  const who = engine ? "the engine" : "the trainer";
-  const agree = engine && trainer ? (differing ? ` The trainer chose other experts in ${differing} of ${layers.length} layers.` : " The trainer chose the same experts.") : "";
-  return [title, el("p", { class: "note" }, `Chosen by ${who} when predicting this token.${agree}`), el("table", { class: "experts" }, el("tbody", {}, ...rows))];
-}
-
-/** Return the expert ids of a token by layer, from a table of all tokens or of the tokens in table.at; else null. */
-function expertIds(table, token) {
-  const i = table?.at ? table.at.indexOf(token) : token;
-  if (!table || i < 0) return null;
-  table.bytes ??= Uint8Array.from(atob(table.data), (character) => character.charCodeAt(0));
-  const [, layers, chosen] = table.shape, width = table.width, start = i * layers * chosen;
-  const id = (at) => { let value = 0; for (let b = width - 1; b >= 0; b--) value = value * 256 + table.bytes[at * width + b]; return value; };
-  return Array.from({ length: layers }, (_, layer) => Array.from({ length: chosen }, (_, k) => id(start + layer * chosen + k)));
 }
 
 function closeToken() {
