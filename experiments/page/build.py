@@ -37,8 +37,8 @@ def build_page(header: dict, prompts: list[dict], details: list[list[dict | None
     """Return the HTML of the page.
 
     header: title, facts, tiles, tables, mode ("evaluation" or "samples"), bins of the histogram. prompts:
-    made by group_rows(). details: for each prompt, a list with the token_details() of each completion, or None for
-    a completion without recorded tokens.
+    made by group_rows(). details: for each prompt, a list with the token_details() of each completion, or
+    None for a completion without recorded tokens.
     """
     all_details = [detail for prompt_details in details for detail in prompt_details if detail]
     choices = {
