@@ -55,7 +55,6 @@ seven digits, the precision of float32:
    "settings": {dotted name: value},                  # settings that differ from the defaults
    "steps": {metric: [value of step 1, 2, ...]},      # includes step and generated_tokens; null: no value
    "evaluations": {metric: [value of each]},          # step, generated_tokens, eval/SET/METRIC
-   "outcomes": {metric: [value of each prompt]},      # of the last evaluation: eval/SET/accuracy, avg_at_K
    "offline_tokens": 42000}                           # null: the run used scores whose file is missing
 
 TABLES OF THE DOCS. A comment at the start of a line, directly above a markdown table, names the source of the
@@ -336,17 +335,6 @@ def offline_tokens_of(folder: Path) -> int | None:
     return total
 
 
-def outcomes_of(folder: Path, last_step: int) -> dict[str, list[float]] | None:
-    """Read the outcomes of the prompts in the last evaluation; None for a run of an older version."""
-    file = folder / "outcomes.json"
-    if not file.is_file():
-        return None
-    outcomes = parse_object(file.read_text(), str(file))
-    if outcomes.get("step") != last_step:
-        raise ValueError(f"{file}: expected the evaluation of step {last_step}, got {outcomes.get('step')}")
-    return outcomes["outcomes"]
-
-
 def progress_of(folder: Path) -> str:
     """Describe the progress of an unfinished run, for example "step 3, 300 generated tokens"."""
     file = folder / "metrics.jsonl"
@@ -372,8 +360,6 @@ def read_run(folder: Path, metric: str) -> Run | str:
         check_order(kind, columns, str(file))
     record = {"row": folder.parent.name, "seed": int(seed), "offline_tokens": offline_tokens_of(folder)}
     record |= curves
-    if curves["evaluations"]["step"] and (outcomes := outcomes_of(folder, curves["evaluations"]["step"][-1])):
-        record["outcomes"] = outcomes
     return make_run(record, str(file), folder, metric)
 
 
@@ -770,7 +756,6 @@ def export(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
     if file.exists():
         raise ValueError(f"--export: {file} already exists; remove it first")
     names = ("row", "seed", "commit", "versions", "settings", "offline_tokens", "steps", "evaluations")
-    names = (*names, "outcomes")
     lines = []
     for run in (run for runs in rows.values() for run in runs):
         complete = run.record | (provenance(run.folder) if run.folder else {})

@@ -271,22 +271,6 @@ def test_an_exported_run_records_its_settings(tmp_path, capsys):
         assert (record["commit"], record["versions"]) == ("c0ffee", {"python": "3", "dirty": False})
 
 
-def test_a_record_holds_the_outcomes_of_the_last_evaluation(tmp_path, capsys):
-    folder = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.4], grad_norm=0.5, **{"clipped/update_2": 0.25})
-    outcomes = {"eval/additions/avg_at_8": [0.125, 1, 0.075]}
-    (folder / "outcomes.json").write_text(json.dumps({"step": 2, "outcomes": outcomes}))
-    file = tmp_path / "runs.jsonl"
-    make(tmp_path / "runs", "--parent", "grpo", "--export", file, capsys=capsys)
-    record = json.loads(file.read_text())
-    assert record["outcomes"] == outcomes
-    assert record["steps"]["grad_norm"] == [0.5, 0.5] and record["steps"]["clipped/update_2"] == [0.25, 0.25]
-    again = tmp_path / "again.jsonl"
-    make(file, "--parent", "grpo", "--export", again, capsys=capsys)
-    assert again.read_text() == file.read_text()
-    (folder / "outcomes.json").write_text(json.dumps({"step": 0, "outcomes": outcomes}))
-    assert "outcomes.json" in error_of("--runs", tmp_path / "runs", "--parent", "grpo", capsys=capsys)
-
-
 def test_folders_and_records_give_the_same_table_also_together(random_table, tmp_path, capsys):
     root, _ = random_table
     folders = sorted(root.glob("*/seed_*/"))
