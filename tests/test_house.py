@@ -353,8 +353,8 @@ def test_two_stacks_never_share_a_folder(tmp_path):
 
 # ---- budgets: growth pays by deletion ----------------------------------------------------------------------
 BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
-    "KB": 13450,
-    "files": 590,
+    "KB": 13400,
+    "files": 585,
     "modules, the root": 17,
     "words of Markdown, docs": 23000,
     "words of Markdown, experiments": 15850,
@@ -362,10 +362,10 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, runtime": 350,
     "words of Markdown, tests": 1080,
     "words of Markdown, tests/campaign": 660,
-    "words of Markdown, the root": 4200,
+    "words of Markdown, the root": 4350,
     "lines of Python, data": 4050,
     "lines of Python, examples": 80,
-    "lines of Python, experiments": 12200,
+    "lines of Python, experiments": 10050,
     "lines of Python, extras": 790,
     "lines of Python, kernels": 590,
     "lines of Python, runtime": 4620,
