@@ -408,11 +408,6 @@ def node_bytes(task: Task) -> int:
     return sum(host_memory(task).values()) * gpus_of_node(task)
 
 
-def num_nodes(task: Task) -> int:
-    """Return the number of nodes of the run."""
-    return -(-task.num_gpus // task.machine.gpus_per_node)
-
-
 def sync_bytes(task: Task) -> dict[str, int]:
     """Return the bytes that one weight sync moves on a GPU.
 

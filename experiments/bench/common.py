@@ -1,7 +1,6 @@
-"""Helpers that several benchmarks share: options, small models, ranks, statistics and tables.
+"""Helpers that several benchmarks share: options, models, ranks, statistics and tables.
 
-Slow imports (torch, transformers, matplotlib) happen inside the functions, because the simulator runs without
-them.
+Slow imports happen inside the functions.
 """
 
 import argparse
@@ -13,34 +12,26 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from runtime.provenance import commit_of, machine_of, now, versions_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "train_rl.py"
 TINY = ROOT / "data" / "built" / "tiny" / "model"
-SIZES = {  # sizes of random models: hidden size, layers, experts, expert width, vocabulary
-    "1M": (128, 2, 8, 128, 128),
-    "30M": (256, 4, 32, 256, 8192),
-    "300M": (512, 8, 64, 352, 16384),
-}
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Options
 # ------------------------------------------------------------------------------------------------------------
-def make_parser(description: str, *, plot: bool = False, script: bool = False) -> argparse.ArgumentParser:
-    """Make a parser with --json, and optionally with --plot and --script."""
+def make_parser(description: str, *, script: bool = False) -> argparse.ArgumentParser:
+    """Make a parser with --json, and optionally with --script."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
-    if plot:
-        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results to this PNG file")
     if script:
         parser.add_argument(
             "--script", type=Path, metavar="FILE", default=TRAINER,
@@ -85,24 +76,6 @@ def endless_model(folder: Path, model: Path = TINY) -> Path:
     return folder
 
 
-def make_policy(hidden: int, layers: int, experts: int, width: int, vocab: int):
-    """Make a random Qwen3-MoE with a tied head."""
-    from transformers import Qwen3MoeConfig
-
-    import moe_model
-
-    config = Qwen3MoeConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, moe_intermediate_size=width,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    policy = moe_model.Policy(config)
-    moe_model.random_weights(policy, seed=0)
-    return policy
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Ranks
 # ------------------------------------------------------------------------------------------------------------
@@ -120,13 +93,6 @@ def run_ranks(module: str, num_ranks: int, argv: list[str]):
         if done.returncode:
             sys.exit("the benchmark failed; the error of the rank is printed above")
         return json.loads(result.read_text())
-
-
-def run_rank(work: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> NoReturn:
-    """Run a rank's share of a benchmark and exit; an error is printed as one line."""
-    from runtime.launch import leave, run
-
-    leave(run(work, lambda argv: args, []))
 
 
 # ------------------------------------------------------------------------------------------------------------
