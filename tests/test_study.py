@@ -20,10 +20,8 @@ from experiments.studies.order_of_prompts import parts
 from train_rl import load_config
 
 DECLARED = sorted(file.parent for file in run.STUDIES.glob("*/declared.json"))
-PORTIONED = [folder for folder in DECLARED if "instances" in read_declaration(folder / "declared.json")]
 
 each_declared_study = pytest.mark.parametrize("folder", DECLARED, ids=lambda folder: folder.name)
-each_study = pytest.mark.parametrize("folder", PORTIONED, ids=lambda folder: folder.name)
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +33,6 @@ def in_root(monkeypatch):
 def test_every_declared_row_is_a_yaml_that_loads(folder):
     for row in read_declaration(folder / "declared.json")["rows"]:
         assert load_config(["--config", str(folder / f"{row}.yaml")]).data.train
-
-
-def test_the_studies_of_this_file_are_found():
-    names = {folder.name for folder in PORTIONED}
-    assert names >= {"elimination_tuned", "order_of_prompts", "clip_scale", "losses_tuned"}
 
 
 PAGES = sorted([*run.STUDIES.glob("*/README.md"), *run.STUDIES.glob("*/run.sh")])
@@ -58,14 +51,6 @@ def test_a_command_for_a_table_has_its_runs_and_its_parent(page):
 
 
 # ---- task instances ----------------------------------------------------------------------------------------
-
-
-@each_study
-def test_tuning_and_test_share_no_task_instance(folder):
-    declared = read_declaration(folder / "declared.json")
-    size = declared["instances"]["seeds_each"]
-    tuned = {seed // size for seed in declared.get("tuning", {"seeds": []})["seeds"]}
-    assert tuned.isdisjoint(seed // size for seed in declared["seeds"])
 
 
 def test_a_recipe_with_a_seed_is_another_task_instance():
@@ -149,15 +134,6 @@ def made_run(row: str, seed: int, share: float, entropy: float, mean_tokens: flo
     return make_run(record, "made", None, "chains/avg_at_4")
 
 
-def test_the_rows_of_a_contrast_are_evaluated_and_short_runs_are_not():
-    folder = run.STUDIES / "clip_scale"
-    declared = read_declaration(folder / "declared.json")
-    compared = {row for pair in declared["contrasts"] for row in pair}
-    for row in declared["rows"]:
-        config = load_config(["--config", str(folder / f"{row}.yaml")])
-        assert bool(config.data.eval) == (row in compared) == (config.train.num_steps != 6), row
-
-
 def test_the_slope_is_the_power_with_which_the_spread_falls():
     """The share is a function of eps / spread, so eps* falls with the tokens as the spread does."""
     powers = [-0.5, -0.3]  # of two seeds; -0.5 if tokens are independent
@@ -192,22 +168,3 @@ def scaled_rows(powers: list[float]) -> dict[str, list[Run]]:
                 for seed, spread in enumerate(spreads)
             ]
     return rows
-
-
-@pytest.mark.parametrize(("share", "end"), [(0.1, 0.02), (0.9, 0.6)])
-def test_a_seed_whose_clip_lies_at_an_end_of_the_grid_is_censored(share, end):
-    """Less than a fifth of the tokens is clipped at every alpha, or more."""
-    rows = scaled_rows([-0.5, -0.3])
-    for name in scaling.ALPHAS:
-        rows[f"long_{name}"][1] = made_run(f"long_{name}", 1, share, 0.15, 300)
-    data = scaling.measure(rows)
-    assert [(f["length"], f["seed"]) for f in data if scaling.is_at_an_end(f)] == [("long", 1)]
-    assert data[-1]["alpha"] == end
-    assert scaling.slope_lines(data)[2].startswith("| all lengths (declared) | 2 | 1 |")
-    cells = [line.strip("| ").split(" | ") for line in scaling.table_lines(data)]
-    assert [row[-1] for row in cells[2:]] == ["0", "0", "1"]
-
-
-def test_a_measurement_without_common_seeds_is_refused():
-    with pytest.raises(ValueError, match="no seed"):
-        scaling.measure({"short_002": [made_run("short_002", 0, 0.5, 0.15, 40)]})
