@@ -93,6 +93,11 @@ def check_config(config: Config) -> None:
             raise ValueError(
                 f"reward.functions: {function!r} is neither module:function nor path/file.py:function"
             )
+    if unused := sorted(set(config.reward.scale) - set(config.functions)):
+        raise ValueError(
+            f"reward.scale: no setting names the function {unused[0]!r}; functions of the run: "
+            f"{', '.join(config.functions) or 'none'}"
+        )
     fractions = config.algorithm.entropy_groups
     if not fractions or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
         raise ValueError(f"algorithm.entropy_groups: {list(fractions)} must be positive and sum to 1")

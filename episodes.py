@@ -32,7 +32,7 @@ from runtime.metrics import warn_once
 from settings import Config
 from verifiers.answer import final_answer, opened_thought
 from verifiers.kinds import ENVIRONMENT
-from verifiers.own import check_score, load_function
+from verifiers.own import BadResult, Scale, load_function, read_result
 from verifiers.sandbox import check_sandbox
 from verifiers.tools import Answer, Close, Step, ToolCall, ToolResult, check_environment, python, schemas_of
 from workers import WorkerPool
@@ -234,6 +234,7 @@ class Interaction:
         self.tools = {s["function"]["name"]: name for s, name in zip(schemas_of(data.tools), data.tools)}
         self.call_format = self.extension.call_format(next(iter(self.tools))) if self.tools else ""
         self.environment = data.environment
+        self.scales = config.reward.scale
         self.max_turns = config.rollout.max_turns
         self.max_chars = config.rollout.max_tool_chars
         self.timeout_s = config.rollout.tool_timeout_s
@@ -530,7 +531,8 @@ class Episodes:
         """End an episode; the environment's rewards become the verdict of prompts of kind environment."""
         episode = self.episodes[row]
         if self.interaction.environment and episode.verdict is None and episode.prompt.kind == ENVIRONMENT:
-            episode.verdict = verdict_of(episode.reward)
+            name = self.interaction.environment
+            episode.verdict = verdict_of(episode.reward, name, self.interaction.scales.get(name, (0.0, 1.0)))
         if self.interaction.environment:
             close = Close(self.interaction.environment, f"{self.number}.{row}")
             self.pool_of(row).put((self.number, row, CLOSE, 0), close)
@@ -542,10 +544,15 @@ class Episodes:
         return np.concatenate(tables) if tables else None
 
 
-def verdict_of(reward: float) -> Verdict:
-    """Return the verdict of an episode's rewards, whose sum has to lie in [0, 1]."""
+def verdict_of(reward: float, name: str, scale: Scale) -> Verdict:
+    """Return the verdict of an episode's rewards; RuntimeError if the sum lies outside of the scale.
+
+    name: of the environment. scale: from reward.scale, see read_result().
+    """
     try:
-        score = check_score(reward)
-    except ValueError:
-        return Verdict(0.0, "error", f"the rewards of the episode sum to {reward:g}, outside of [0, 1]")
+        score, _ = read_result(name, reward, scale)
+    except BadResult as error:
+        raise RuntimeError(f"environment: the rewards of an episode are summed, and {error}") from None
+    except ValueError as error:
+        return Verdict(0.0, "error", f"the rewards of the episode: {error}")
     return Verdict(score, "ok" if score == 1 else "wrong")

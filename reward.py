@@ -31,7 +31,7 @@ import verifiers.math
 import verifiers.verdict
 from verifiers.answer import final_answer, opened_thought
 from verifiers.kinds import KINDS, RULE_KINDS, SLOW_KINDS, functions_of, parts_of
-from verifiers.own import COMMON_ARGUMENTS, check_score, explain, load_function
+from verifiers.own import COMMON_ARGUMENTS, BadResult, Scale, explain, load_function, read_result
 from workers import (
     MAX_DETAIL,
     OUT_OF_MEMORY,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # workers start without pydantic
 # 1 Verdicts: one rule per kind
 # ------------------------------------------------------------------------------------------------------------
 
+BAD_RESULT = "bad result"  # a worker's status of a BadResult, for which RewardPool raises
 NUMERIC_RTOL = Decimal("1e-6")  # relative tolerance, unless both numbers are whole
 
 
@@ -62,7 +63,8 @@ class Verdict(Reply):
     reward: float  # in [0, 1]; fractions are partly right
     status: str  # "ok" (reward 1) | "wrong" (less) | "no_answer" | "timeout" | "error"
     detail: str = ""  # reason of a timeout or error, at most 200 printable characters
-    parts: dict[str, float] = field(default_factory=dict, hash=False)  # of a weighted sum: {kind: reward}
+    # {kind: reward} of a weighted sum, and {function/name: number} of a function that returns a dict
+    parts: dict[str, float] = field(default_factory=dict, hash=False)
 
     @classmethod
     def failure(cls, status: str, detail: str) -> "Verdict":
@@ -88,14 +90,16 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     "code", "instructions"  fraction of tests passed or constraints met (verifiers/code.py, instructions.py)
     "module:function", "path/file.py:function"  the score of a custom function (verifiers/own.py).
                Kinds from untrusted data must not get here: data.prompts.load_prompts refuses function names.
-    "0.8*math + 0.2*rewards.py:brevity"  the weighted mean; the first kind decides the status
+    "0.8*math + 0.2*rewards.py:brevity"  the weighted mean; the first kind decides the status. A kind of
+               weight 0 is only logged, and may fail
 
     Built-in kinds judge the text after the thought (verifiers/answer.py), and a completion that ends inside
     of its thought has status "no_answer". Custom functions get the whole text.
 
     fields: prompt, messages and the columns of the row, for custom functions and for code. Status "error"
     means that scoring raised an exception or that the reference answer cannot be parsed.
-    Raises ValueError for an unknown kind, TypeError for a completion or an answer that is not a string.
+    Raises ValueError for an unknown kind and for a function that returns no score in [0, 1], TypeError for a
+    completion or an answer that is not a string.
     """
     _check(kind, completion, answer)
     verdict = _verify(kind, completion, answer, fields, {}, _opening(fields))
@@ -108,30 +112,39 @@ def _opening(fields: dict) -> str:
 
 
 async def _verify(
-    kind: str, completion: str, answer: str, fields: dict, code_limits: dict, opening: str
+    kind: str, completion: str, answer: str, fields: dict, code_limits: dict, opening: str, **scales: Scale
 ) -> Verdict:
-    """Score a completion; code_limits: limits of verifiers.code.verify; opening: see final_answer()."""
+    """Score a completion; code_limits: limits of verifiers.code.verify; opening: see final_answer().
+
+    scales: reward.scale.
+    """
     final = final_answer(completion, opening)
+    terms = parts_of(kind)
     verdicts = {}
-    for _, term in parts_of(kind):
+    for _, term in terms:
         if term in KINDS and final is None:
             verdicts[term] = Verdict(0.0, "no_answer", "the completion ends inside of its thought")
         else:
             text = final if term in KINDS else completion
-            verdicts[term] = await _verify_part(term, text, answer, fields, code_limits)
+            scale = scales.get(term, (0.0, 1.0))
+            verdicts[term] = await _verify_part(term, text, answer, fields, code_limits, scale)
     if len(verdicts) == 1:
         return verdicts.popitem()[1]
-    rewards = {term: verdict.reward for term, verdict in verdicts.items()}
-    for term, verdict in verdicts.items():
-        if verdict.failed:
-            return Verdict(0.0, verdict.status, f"{term}: {verdict.detail}"[:MAX_DETAIL], rewards)
-    weights = [weight for weight, _ in parts_of(kind)]
-    mean = sum(map(operator.mul, weights, rewards.values())) / sum(weights)
-    first = next(iter(verdicts.values()))
-    return Verdict(mean, first.status, first.detail, rewards)
+    rewards = {
+        term: verdicts[term].reward for weight, term in terms if weight > 0 or not verdicts[term].failed
+    }
+    details = {name: value for verdict in verdicts.values() for name, value in verdict.parts.items()}
+    for weight, term in terms:
+        if weight > 0 and (verdict := verdicts[term]).failed:
+            return Verdict(0.0, verdict.status, f"{term}: {verdict.detail}"[:MAX_DETAIL], rewards | details)
+    mean = sum(weight * rewards.get(term, 0.0) for weight, term in terms) / sum(weight for weight, _ in terms)
+    first = next(verdicts[term] for weight, term in terms if weight > 0)
+    return Verdict(mean, first.status, first.detail, rewards | details)
 
 
-async def _verify_part(kind: str, completion: str, answer: str, fields: dict, code_limits: dict) -> Verdict:
+async def _verify_part(
+    kind: str, completion: str, answer: str, fields: dict, code_limits: dict, scale: Scale
+) -> Verdict:
     try:
         if kind in RULES:
             return RULES[kind](completion, answer)
@@ -141,8 +154,11 @@ async def _verify_part(kind: str, completion: str, answer: str, fields: dict, co
             return _instructions(completion, answer, fields)
         function = load_function(kind)
         result = function.call(**function.arguments({**fields, "completion": completion, "answer": answer}))
-        score = check_score(await result if function.is_async else result)
-        return Verdict(score, "ok" if score == 1 else "wrong")
+        score, more = read_result(kind, await result if function.is_async else result, scale)
+        parts = {f"{kind}/{name}": number for name, number in more.items()}
+        return Verdict(score, "ok" if score == 1 else "wrong", parts=parts)
+    except BadResult:
+        raise
     except Exception as error:  # untrusted text can raise anything, for example MemoryError or RecursionError
         return Verdict(0.0, "error", explain(error)[:MAX_DETAIL])
 
@@ -316,7 +332,12 @@ class Scoring(Task[Verdict]):
     async def run(self, worker: Worker) -> Verdict:
         """Score the completion."""
         text = worker.decode(self.completion)
-        return await _verify(self.kind, text, self.answer, self.fields, worker.code_limits, self.opening)
+        try:
+            return await _verify(
+                self.kind, text, self.answer, self.fields, worker.code_limits, self.opening, **worker.scales
+            )
+        except BadResult as error:
+            return Verdict(0.0, BAD_RESULT, str(error))
 
 
 @functools.cache
@@ -325,7 +346,10 @@ def _is_rule(kind: str) -> bool:
 
 
 class RewardPool(WorkerPool[Verdict]):
-    """Score completions in worker processes while the caller does other work; see WorkerPool."""
+    """Score completions in worker processes while the caller does other work; see WorkerPool.
+
+    RuntimeError in put(), poll() and collect() if a function of the user returns no score in its range.
+    """
 
     def __init__(self, num_workers: int = 1, **options):
         super().__init__("reward", num_workers, **options)
@@ -350,6 +374,15 @@ class RewardPool(WorkerPool[Verdict]):
         fields = fields or {}
         self.put(key, Scoring(kind, completion, answer, fields, _opening(fields)))
 
+    def _finish(self, item, reply) -> None:
+        super()._finish(item, reply)
+        if reply.status == BAD_RESULT:
+            task = item.task
+            prompt = f", prompt {str(task.fields['prompt'])[:80]!r}" if "prompt" in task.fields else ""
+            raise RuntimeError(
+                f"reward function {reply.detail}. The row: reference answer {task.answer[:80]!r}{prompt}"
+            )
+
 
 def worker_options(settings: "RewardSettings", log_path: str | os.PathLike | None) -> dict:
     """Return the options that all workers of a run share, see WorkerOptions."""
@@ -357,6 +390,7 @@ def worker_options(settings: "RewardSettings", log_path: str | os.PathLike | Non
         "memory_bytes": int(settings.memory_gib * 2**30),
         "env": settings.env,
         "log_path": log_path,
+        "scales": settings.scale,
         "code_limits": {
             "isolation": settings.sandbox,
             "timeout_s": settings.code_timeout_s,
@@ -399,6 +433,7 @@ def decoder_json(tokenizer) -> str:
 # 3 Checks before a run: every reference answer can be right, every custom function works
 # ------------------------------------------------------------------------------------------------------------
 Row = tuple[str, str, dict]  # kind, reference answer, fields
+ANSWER_FORMS = (r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}")
 
 
 def impossible_references(
@@ -481,8 +516,9 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
     """Call each custom function of the kinds and rows once in a worker; ValueError names a broken function.
 
     A function is called with the first row of its kind, or else with the first row of all, and with the
-    reference answer as the completion. All rows of its kind must have the columns that it requires. Returns a
-    line with the score of each function, for the console. If a kind runs programs, the sandbox is started.
+    reference answer as the completion; if the score is 0, also in the usual forms (ANSWER_FORMS).
+    All rows of its kind must have the columns that it requires. Returns a line with the best score of each
+    function, for the console. If a kind runs programs, the sandbox is started.
     """
     kinds = dict.fromkeys([*kinds, *(kind for kind, _, _ in rows)])
     first_row = {kind: row for kind, *row in reversed(rows)}
@@ -500,6 +536,14 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
             answer, fields = first_row.get(kind, rows[0][1:])
             pool.submit(name, name, answer, answer, fields)
         verdicts = pool.collect()
+        for name in [
+            name for name, verdict in verdicts.items() if verdict.reward == 0 and not verdict.failed
+        ]:
+            answer, fields = first_row.get(kind_of[name], rows[0][1:])
+            for form in ANSWER_FORMS:
+                pool.submit(form, name, form.format(answer), answer, fields)
+            verdicts[name] = max(pool.collect().values(), key=operator.attrgetter("reward"))
+    lines = []
     for name, verdict in verdicts.items():
         answer, _ = first_row.get(kind_of[name], rows[0][1:])
         if verdict.failed:
@@ -507,6 +551,10 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
                 f"reward function {name}: {verdict.detail}. It was called with the reference answer "
                 f"{answer[:80]!r} as the completion"
             )
+        line = f"{name} gives the first reference answer {verdict.reward:.2f}"
+        forms = ", ".join(form.format("...") for form in ANSWER_FORMS)
+        suspicion = f"warning: {line}, also as {forms}: suspicious, because a right answer should score"
+        lines.append(line if verdict.reward > 0 else suspicion)
     for index, (kind, _, fields) in enumerate(rows):
         for name in functions_of(kind):
             missing = set(pool.traits[name].required) - {*fields, "completion", "answer"}
@@ -515,4 +563,4 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
                     f"reward function {name}: its parameter {min(missing)} is not a column of prompt "
                     f"{index + 1} of {len(rows)}, {str(fields.get('prompt'))[:80]!r}"
                 )
-    return [f"{name} gives the first reference answer {v.reward:.2f}" for name, v in verdicts.items()]
+    return lines

@@ -8,6 +8,7 @@ AlgorithmSettings. configure.py reads the command line and checks settings again
 setting at its default a run is plain GRPO.
 """
 
+import math
 import os
 import re
 from decimal import Decimal
@@ -618,9 +619,9 @@ def kind_of_mapping(value):
     if not isinstance(value, dict):
         return value
     for kind, weight in value.items():
-        if not isinstance(kind, str) or type(weight) not in (int, float) or not weight > 0:
+        if not isinstance(kind, str) or type(weight) not in (int, float) or not 0 <= weight < math.inf:
             raise ValueError(
-                f"each kind needs a weight above 0, for example {{math: 0.8, exact: 0.2}}; "
+                f"each kind needs a weight of 0 (only logged) or more, as in {{math: 0.8, exact: 0.2}}; "
                 f"not {kind}: {weight}"
             )
     terms = [f"{plain_number(weight)}*{kind}" for kind, weight in value.items()]
@@ -680,9 +681,9 @@ class PromptSource(Section):
         None,
         "verifier of rows without a kind of their own. null: gsm8k if the answers contain #### or "
         f"data_source is openai/gsm8k, else math. One of {', '.join(KINDS)}, environment (the rewards of "
-        "data.environment), a function (module:name or path/file.py:name), or a weighted sum, for example "
-        "{math: 0.8, my.py:brevity: 0.2}. A column named kind takes precedence; columns {kind: null} ignores "
-        "that column",
+        "data.environment), a function (module:name or path/file.py:name), or a weighted mean, for example "
+        "{math: 0.8, my.py:brevity: 0.2}; weight 0: only logged. A column named kind takes precedence; "
+        "columns {kind: null} ignores that column",
     )
     columns: dict[str, str | None] = setting(
         {},
@@ -781,6 +782,13 @@ class DataSettings(Section):
     )
 
 
+def with_two_values(scale: tuple[float, float]) -> tuple[float, float]:
+    """Return the scale of a function; ValueError unless its two values are finite and rise."""
+    if not -math.inf < scale[0] < scale[1] < math.inf:
+        raise ValueError(f"a scale is [value for wrong, value for right], for example [-1, 1], not {scale}")
+    return scale
+
+
 class RewardSettings(Section):
     """Verdicts, the worker processes that compute them, penalties and judges."""
 
@@ -794,6 +802,12 @@ class RewardSettings(Section):
         [],
         "environment variables that worker processes receive, for example [JUDGE_API_KEY]",
         on_resume="free",
+    )
+    scale: dict[str, Annotated[tuple[float, float], AfterValidator(with_two_values)]] = setting(
+        {},
+        "results of functions of your own (or of data.environment) that mean 0 (wrong) and 1 (right), for "
+        "example {my.py:score: [-1, 1]}; others are mapped linearly. A function without an entry returns 0 "
+        "to 1",
     )
     num_workers: int = setting(1, "processes per rank that score completions", on_resume="free", ge=1)
     timeout_s: float = setting(

@@ -163,6 +163,7 @@ class WorkerOptions:
     env: Sequence[str] = ()  # environment variables that workers get in addition to KEPT_VARIABLES
     log_path: str | os.PathLike | None = None  # file for output of custom functions; None discards the output
     code_limits: dict = field(default_factory=dict)  # isolation, timeout_s, memory_bytes of programs
+    scales: dict = field(default_factory=dict)  # {function of the user: its values for 0 and for 1}
 
 
 @dataclass(eq=False)
@@ -333,6 +334,7 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
             "memory_bytes": self.options.memory_bytes,
             "tokenizer": self._tokenizer,
             "code_limits": self.options.code_limits,
+            "scales": self.options.scales,
             "parent": os.getpid(),
         }
         with open(self.options.log_path or os.devnull, "ab") as log:
@@ -533,6 +535,7 @@ class Worker:
     def __init__(self, module, options: dict, replies: int):
         self.module = module
         self.code_limits: dict = options["code_limits"]
+        self.scales: dict = options["scales"]
         self.decode = _decoder(options["tokenizer"])  # token ids to text; text stays as it is
         self.environments: dict[str, Any] = {}  # of the episodes that live here, see verifiers/tools.py
         self.limit_s = 0.0

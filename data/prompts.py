@@ -35,7 +35,7 @@ from data.formats import (
     text_from,
 )
 from settings import DataSettings, PromptSource
-from verifiers.kinds import KINDS, RULE_KINDS, functions_of, is_kind, parts_of
+from verifiers.kinds import KINDS, RULE_KINDS, functions_of, is_kind, parts_of, with_shares
 from verifiers.math import last_boxed
 from verifiers.tools import schemas_of
 
@@ -390,7 +390,9 @@ class PromptMaker:
         rendering = "rendered by the chat template" if num_chat else "plain text"
         if 0 < num_chat < len(prompts):
             rendering = f"{num_chat:,} rendered by the chat template, the others plain text"
-        return f"{shape} ({', '.join(columns)}), verified by {', '.join(kinds)}, {rendering}"
+        return (
+            f"{shape} ({', '.join(columns)}), verified by {', '.join(map(with_shares, kinds))}, {rendering}"
+        )
 
 
 def rows_of(tables: list[Table]) -> Iterator[dict]:

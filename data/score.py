@@ -430,6 +430,8 @@ def header_of(args: argparse.Namespace, kinds: list[str]) -> dict:
     if functions:
         header["functions"] = {name: digest_of_file(file_of(name)) for name in functions}
     reward = {name: getattr(args.reward, name) for name in VERDICT_SETTINGS}
+    if args.reward.scale:
+        header["scale"] = {name: list(scale) for name, scale in args.reward.scale.items()}
     return header | {"stop": args.stop, "reward": reward}
 
 

@@ -315,14 +315,21 @@ def test_a_verifier_scores_the_last_turn_if_the_environment_has_the_last_word(co
 
 def test_a_broken_environment_is_a_verdict_and_spares_the_others(countdown):
     """Rows with an even number share a worker. Killing it must not change the episodes beside it."""
-    kinds = ["hang", "die", "raise", "much", "form", "mute"]
+    kinds = ["hang", "die", "raise", "form", "mute"]
     turns = [["a", kind] for kind in kinds for _ in range(2)]
     turns += [["a", "b", "c"]] * 6
     episodes = counted(countdown, [3] * len(turns), turns)
     statuses = [episode.verdict.status for episode in episodes]
-    assert statuses == ["timeout"] * 2 + ["error"] * 10 + ["ok"] * 6, [e.verdict for e in episodes]
-    assert all(episode.texts == ("a", "2", "b", "1", "c") for episode in episodes[12:])
-    assert "outside of [0, 1]" in episodes[6].verdict.detail and "no such move" in episodes[4].verdict.detail
+    assert statuses == ["timeout"] * 2 + ["error"] * 8 + ["ok"] * 6, [e.verdict for e in episodes]
+    assert all(episode.texts == ("a", "2", "b", "1", "c") for episode in episodes[10:])
+    assert "no such move" in episodes[4].verdict.detail
+
+
+def test_rewards_of_an_environment_outside_of_its_scale_end_the_run(countdown):
+    with pytest.raises(RuntimeError, match="Countdown returned .* reward.scale"):
+        counted(countdown, [3], [["a", "much"]])
+    countdown.scales = {countdown.environment: (0, 10)}
+    assert 0 < counted(countdown, [3], [["a", "much"]])[0].verdict.reward < 1
 
 
 def test_calls_go_to_the_tools_and_other_turns_to_the_environment(tools, tokenizer):

@@ -87,6 +87,8 @@ def flees(completion, answer):
     os.read(started, 1)
     if completion == "dies": os.abort()
     return 1.0
+async def given_later(completion, answer): return eval(answer)
+def tagged(completion, answer): return completion == f"<answer>{answer}</answer>"
 def equal(completion, answer): return completion == answer
 def raises(completion, answer): raise KeyError("no such test")
 def hangs(completion, answer):
@@ -143,16 +145,11 @@ def test_scores_of_a_function_may_be_off_by_rounding(own):
 
 
 BROKEN = [  # (function, reference answer, word of the reason)
-    ("given", "1.001", "1.001"),
-    ("given", "-0.1", "-0.1"),
     ("given", "float('nan')", "nan"),
-    ("given", "None", "None"),
-    ("given", "'0.5'", "'0.5'"),
-    ("given", "[1]*10**5", "[1, 1"),
+    ("given", "-1e999", "inf"),
     ("raises", "", "KeyError: 'no such test' (own_rewards.py, line "),
     ("raises_async", "", "KeyError: 'late' (own_rewards.py, line "),
     ("colours", "", r"\x1b[31mred\nline two"),
-    ("coroutine", "", "coroutine"),
     ("wait", "", "waits"),  # the nearest name
     ("OWN.f", "", "OWN.f"),
     ("with_missing", "", "hint"),
@@ -172,6 +169,57 @@ def test_an_invalid_score_is_an_error_with_a_reason(place, own):
     for verdict, (_, _, reason) in zip(verdicts.values(), BROKEN):
         assert (verdict.reward, verdict.status) == (0.0, "error")
         assert reason in verdict.detail and len(verdict.detail) <= 200 and verdict.detail.isprintable()
+
+
+@pytest.mark.parametrize(
+    "result, scale, words",
+    [
+        ("1.001", None, "1.001 [0.0, 1.001]"), ("2", None, "2 [0.0, 2.0]"), ("-1", None, "[-1.0, 1.0]"),
+        ("-0.1", None, "-0.1 [-0.1, 1.0]"), ("{'score': 3}", None, "3 [0.0, 3.0]"),
+        ("2.0", (-1, 1), "-1 1 [-2.0, 2.0]"), ("-1", (0, 5), "-1 [-1.0, 5.0]"),
+        ("None", None, "None"), ("'0.5'", None, "'0.5'"), ("{'acc': 1}", None, "acc score"),
+        ("[1]*10**5", None, "[1, 1"), ("[0.5, 0.5]", None, "0.5"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["given", "given_later"])
+def test_a_result_outside_of_the_range_ends_the_run_and_names_function_row_value_and_remedy(
+    result, scale, words, name, own
+):
+    """Also inside of a sum, with weight 0, beside right results, and in a call that waits."""
+    kind = f"1*exact + 0*{own}:{name}"
+    scales = {} if scale is None else {f"{own}:{name}": scale}
+    with RewardPool(1, scales=scales) as pool, pytest.raises(RuntimeError) as error:
+        pool.submit("right", kind, "x", "1", FIELDS)
+        pool.submit("bad", kind, "x", result, FIELDS)
+        pool.collect()
+    wanted = [f"own_rewards.py:{name} returned", repr(result)[:80], "prompt 'p'", *words.split()]
+    assert [word for word in wanted if word not in str(error.value)] == []
+    assert ("reward.scale=" in str(error.value)) == ("[" in words and not result.startswith("["))
+
+
+def test_a_scale_is_linear_and_further_numbers_of_a_dict_are_parts(own):
+    kind = f"{own}:given"
+    results = {
+        "-1": 0.0, "0": 0.5, "1": 1.0, "-0.5": 0.25, "True": 1.0, "False": 0.0, "1 + 1e-9": 1.0,
+        "{'score': 0.5, 'acc': True, 'pred': '5', 'length': 7, 'bad': float('nan')}": 0.75,
+    }  # fmt: skip
+    verdicts = scored(*((kind, "x", text) for text in results), scales={kind: (-1, 1)})
+    assert [verdict.reward for verdict in verdicts] == list(results.values())
+    assert [verdict.parts for verdict in verdicts[:-1]] == [{}] * 7
+    assert verdicts[-1].parts == {f"{kind}/acc": 1.0, f"{kind}/length": 7.0}
+    text = "{'score': 0.5, 'acc': 0}"
+    (verdict,) = scored((f"1*exact + 3*{kind}", text, text))
+    assert verdict == Verdict(2.5 / 4, "ok", parts={"exact": 1.0, kind: 0.5, f"{kind}/acc": 0.0})
+
+
+def test_a_part_of_weight_0_is_logged_and_decides_nothing(own):
+    """It neither changes the mean nor the status, and its failure is no failure."""
+    logged, raises = f"{own}:given", f"{own}:raises"
+    assert scored((f"0*{logged} + 2*exact", "0.25", "0.25"), (f"1*exact + 0*{raises}", "x", "y")) == [
+        Verdict(1.0, "ok", parts={logged: 0.25, "exact": 1.0}),
+        Verdict(0.0, "wrong", parts={"exact": 0.0}),
+    ]
+    assert scored((f"1*exact + 1*{raises}", "x", "y"))[0].failed
 
 
 def test_a_function_that_cannot_be_imported_is_an_error_with_a_reason(tmp_path):
@@ -597,13 +645,29 @@ def test_functions_that_work_pass_the_check(own, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, answer", [("given", "1.001"), ("raises", ""), ("wait", ""), ("with_missing", ""), ("leaves", "")]
+    "name, answer",
+    [
+        ("given", "1.001"),
+        ("raises", ""),
+        ("wait", ""),
+        ("with_missing", ""),
+        ("leaves", ""),
+        ("coroutine", ""),
+    ],
 )
 def test_a_function_that_does_not_work_is_named_before_a_run(name, answer, own):
     rows = [("exact", "1", {}), (f"0.5*exact + 0.5*{own}:{name}", answer, FIELDS)]
-    with pytest.raises(ValueError, match=f"own_rewards.py:{name}") as error:
+    with pytest.raises((ValueError, RuntimeError), match=f"own_rewards.py:{name}") as error:
         check_functions([], rows, RewardSettings())
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("answer, is_suspicious", [("1", False), ("0", True), ("0.0 * 3", True)])
+def test_a_function_that_gives_its_reference_answer_0_is_suspicious(answer, is_suspicious, own):
+    (line,) = check_functions([], [(f"{own}:given", answer, {})], RewardSettings())
+    assert line.startswith("warning") == ("suspicious" in line) == is_suspicious
+    (line,) = check_functions([], [(f"{own}:tagged", "5", {})], RewardSettings())
+    assert line == f"{own}:tagged gives the first reference answer 1.00", "it wants <answer>5</answer>"
 
 
 def test_a_column_that_some_rows_lack_is_named_before_a_run(own):

@@ -39,6 +39,15 @@ def parts_of(kind: str) -> tuple[tuple[float, str], ...]:
     return parts
 
 
+def with_shares(kind: str) -> str:
+    """Return a kind for a reader: weights that sum to 1, and a weight of 0 in words."""
+    parts = parts_of(kind)
+    total = sum(weight for weight, _ in parts)
+    terms = [f"{weight / total:.3g}*{name}" for weight, name in parts if weight > 0]
+    terms += [f"{name} (only logged)" for weight, name in parts if weight == 0]
+    return " + ".join(terms) if len(parts) > 1 else kind
+
+
 MAX_SHOWN = 100  # characters of an unknown kind in an error
 
 

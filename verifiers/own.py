@@ -3,15 +3,17 @@
     load_function("rewards.py:brevity")                  # a file, relative to the working directory
     load_function("my_package.rewards:brevity")          # a module on PYTHONPATH
 
-A function returns a number in [0, 1] (1 is right) or a bool, and may be `async def`. Parameters are matched
-by name with completion, answer, prompt, messages and every column of the row, for example
-`def brevity(completion, difficulty)`.
+A function returns a number in [0, 1] (1 is right), a number in the range that reward.scale names, a bool, or
+a dict with a number "score", and may be `async def`. Parameters are matched by name with completion, answer,
+prompt, messages and every column of the row, for example `def brevity(completion, difficulty)`.
 """
 
 import difflib
 import functools
 import importlib.util
 import inspect
+import json
+import math
 import operator
 import re
 import sys
@@ -116,23 +118,52 @@ def _import_file(path: str):
     return module
 
 
-def check_score(result) -> float:
-    """Return the result of a function as a float; ValueError unless the result is a number in [0, 1].
+class BadResult(ValueError):
+    """A result that no completion excuses, for example 2.0 or None: a mistake in a function, ends a run."""
 
-    Scores within ROUNDING of 0 or 1, for example a sum of shares like 0.9999999, become exactly 0 or 1.
+
+Scale = tuple[float, float]  # the results of a function that mean 0 (wrong) and 1 (right)
+
+
+def read_result(name: str, result, scale: Scale = (0.0, 1.0)) -> tuple[float, dict[str, float]]:
+    """Return the score in [0, 1], and the further numbers of a dict {"score": ..., ...}, as in verl.
+
+    name: of the function, for errors. scale: mapped to [0, 1] linearly; a bool needs no scale. Scores within
+    ROUNDING of 0 or 1, for example a sum of shares like 0.9999999, become exactly 0 or 1. BadResult for a
+    result outside of the scale, or of another type; ValueError for NaN and infinity.
     """
     if inspect.iscoroutine(result):
         result.close()  # prevents the warning "coroutine was never awaited"
-        raise ValueError(
-            "it returned a coroutine: define the function with `async def`, so that it is awaited"
+        raise BadResult(f"{name} returned a coroutine: define it with `async def`, so that it is awaited")
+    value = result.get("score") if isinstance(result, dict) else result
+    low, high = (0.0, 1.0) if isinstance(value, bool) else scale
+    number = _number(value)
+    if number is None:
+        shown = printable(repr(result))[:80]
+        raise BadResult(f"{name} returned {shown}, not a number or a dict with a number called score")
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}")
+    score = (number - low) / (high - low)
+    if not -ROUNDING <= score <= 1 + ROUNDING:
+        is_above_zero = number > high and low >= 0
+        range_ = (low, number) if is_above_zero else (min(low, number, -number), max(high, number, -number))
+        remedy = json.dumps({name: [float(f"{bound:g}") for bound in range_]})
+        raise BadResult(
+            f"{name} returned {number:g}, outside of {low:g} (wrong) to {high:g} (right): return another "
+            f"value, or name the smallest and the largest value, for example reward.scale='{remedy}'"
         )
+    numbers = {} if not isinstance(result, dict) else {key: _number(item) for key, item in result.items()}
+    more = {
+        f"{key}": n for key, n in numbers.items() if key != "score" and n is not None and math.isfinite(n)
+    }
+    return 1.0 if score >= 1 - ROUNDING else 0.0 if score <= ROUNDING else score, more
+
+
+def _number(value) -> float | None:
     try:
-        score = None if isinstance(result, (str, bytes)) else float(result)
+        return None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
-        score = None
-    if score is None or not -ROUNDING <= score <= 1 + ROUNDING:
-        raise ValueError(f"it returned {printable(repr(result))}, not a number in [0, 1]")
-    return 1.0 if score >= 1 - ROUNDING else 0.0 if score <= ROUNDING else score
+        return None
 
 
 def explain(error: BaseException) -> str:
