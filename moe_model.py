@@ -59,7 +59,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
 from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy, topk_logprobs
-from settings import ModelSettings
+from settings import ModelSettings, TrainSettings
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1401,11 +1401,11 @@ def init_deepspeed() -> None:
     deepspeed.init_distributed(verbose=False)
 
 
-def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
+def deepspeed_engine(policy: Policy, settings: TrainSettings) -> deepspeed.DeepSpeedEngine:
     """Put the policy under ZeRO with AdamW.
 
-    An update is any number of backward(loss, scale_wrt_gas=False), then one step(). settings: TrainSettings,
-    of which this function reads learning_rate, betas, weight_decay, max_grad_norm, fused_adamw, zero_stage
+    An update is any number of backward(loss, scale_wrt_gas=False), then one step(). Of the settings this
+    function reads learning_rate, betas, weight_decay, max_grad_norm, fused_adamw, zero_stage
     and offload_optimizer (hold float32 weights and AdamW's states on the host and update them there).
 
     zero_stage is 1 or 2. Stage 0 clips each rank by the norm of the rank's own experts (DeepSpeed issue

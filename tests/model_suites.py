@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import moe_model  # before deepspeed, which then picks the CPU without a warning
+from settings import ModelSettings
 
 import deepspeed  # isort: skip
 
@@ -156,7 +157,7 @@ STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, c
     2: [
         (1, 1, "sgd", "start"), (1, 2, "sgd", "start"), (1, 1, "adamw", "start"), (1, 1, "sgd", "dense"),
         (2, 1, "sgd", "start"), (2, 2, "sgd", "start"), (2, 1, "adamw", "start"), (2, 1, "sgd", "glm"),
-        (2, 1, "sgd", "granite"),
+        (2, 1, "sgd", "granite"), (1, 2, "sgd", "granite"), (2, 2, "sgd", "granite"),  # a tied head
     ],
     4: [(2, 1, "sgd", "start"), (2, 2, "sgd", "start")],
 }  # fmt: skip
@@ -217,6 +218,7 @@ def steps(folder: Path) -> dict:
     for case in STEP_CASES[dist.get_world_size()]:
         ep_size, zero_stage, optimizer, start = case
         policy = policy_from(folder / start, ep_size)
+        policy.activation_checkpointing = zero_stage == 2
         engine = {"sgd": sgd_engine, "adamw": adamw_engine}[optimizer](policy, zero_stage)
         norms = [take_step(engine, tiny_batch(), step) for step in range(2 if optimizer == "adamw" else 1)]
         results[case] = {"norms": norms, "parameters": collect(policy.named_parameters())}
@@ -251,6 +253,21 @@ def resume(folder: Path) -> dict:
         result["resumed"] = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
         engine.destroy()
         results[case] = result
+    return results
+
+
+def rounded(folder: Path) -> dict:
+    """Take a step of GLM and of Llama in bfloat16; return the values that have to stay float32."""
+    results = {}
+    for kind, ep_size in (("glm", 2), ("llama", 1)):
+        group = moe_model.create_expert_parallel_group(ep_size, 8 if kind == "glm" else 0)
+        settings = ModelSettings(ep_size=ep_size, dtype="bfloat16")
+        policy = moe_model.build_policy(settings, folder / kind, group, torch.device("cpu"))
+        engine = adamw_engine(policy, zero_stage=1)
+        take_step(engine, tiny_batch(), 0)
+        values = collect(policy.named_buffers()) | {"inv_freq": policy.inv_freq}
+        results[kind] = values, {parameter.dtype for parameter in policy.parameters()}
+        engine.destroy()
     return results
 
 
@@ -520,7 +537,7 @@ def save_on_a_full_disk(policy, folder: Path) -> str:
 
 
 PIECES = (autoep, groups, dispatch, recomputed_and_replayed, another_choice)
-PAIR = (steps, resume, optimizers, *PIECES, weights)
+PAIR = (steps, resume, rounded, optimizers, *PIECES, weights)
 SECTIONS = {1: [steps], 2: PAIR, 4: [steps, weights]}  # by number of ranks
 
 

@@ -30,7 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FAST = "not slow and not gpu"
 SLOW = "slow and not gpu"
 LIMIT_S = {FAST: 300, SLOW: 1200}  # a fault may make a loop endless
-SLOW_LIBRARIES = ("torch", "transformers", "deepspeed", "scipy.stats", "scipy.integrate", "safetensors.torch")
+SLOW_LIBRARIES = """
+    torch transformers transformers.models.qwen3_moe.modeling_qwen3_moe deepspeed accelerate sympy
+    scipy.stats scipy.integrate safetensors.torch pytest
+""".split()
 
 
 class Mutant(NamedTuple):

@@ -25,6 +25,7 @@ import train_rl
 from reward import Verdict
 from rollout import Completion
 from runtime.checks import refuse_nonfinite_rewards
+from runtime.learning_rate import set_learning_rate
 from runtime.metrics import batch_metrics, reduce_metrics
 from runtime.schedule import exchange, split_micro_batches
 
@@ -40,7 +41,8 @@ def expert_groups(ep_sizes: set[int], num_experts: int) -> dict:
 def start_engine(config: train_rl.Config, folder: Path, group, adam_eps: float | None = None):
     """Make DeepSpeed's engine around the policy of a folder."""
     policy = moe_model.build_policy(config.model, folder, group, torch.device("cpu"))
-    engine = moe_model.deepspeed_engine(policy, config.train)
+    engine = moe_model.deepspeed_engine(policy, config.train.model_copy(update={"learning_rate": 9.0}))
+    set_learning_rate(engine, config.train.learning_rate)
     for parameter_group in engine.optimizer.param_groups if adam_eps else ():
         parameter_group["eps"] = adam_eps
     return engine

@@ -624,6 +624,46 @@ def test_every_field_of_every_section_is_a_setting():
         assert listed == set(PromptSource.model_fields)
 
 
+SECTIONS = {name: info.annotation.__name__ for name, info in Config.model_fields.items() if name != "stages"}
+
+
+def settings_read_by(source: str) -> set[str]:
+    """List the settings, as section.field, that code reads: config.train.seed, or train.seed of an alias.
+
+    An alias is a name to which a section is assigned, or that is annotated with the class of a section.
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    sections_of = {section: {section} for section in SECTIONS}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and getattr(node.value, "attr", None) in SECTIONS:
+            for target in node.targets:
+                sections_of.setdefault(ast.unparse(target), set()).add(node.value.attr)
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            of_class = {name for name, kind in SECTIONS.items() if kind in ast.unparse(node.annotation)}
+            sections_of[node.arg] = sections_of.get(node.arg, set()) | of_class
+    read = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = ast.unparse(node.value)
+            sections = sections_of.get(owner, set()) | sections_of.get(owner.rpartition(".")[2], set())
+            read |= {f"{section}.{node.attr}" for section in sections}
+    return read
+
+
+def test_every_setting_is_read_by_some_code():
+    """Apart from settings.py and configure.py; test_losses.py changes each setting of the algorithm."""
+    assert settings_read_by("def f(x: TrainSettings): g = c.rollout; g.fp8; x.seed; c.run.dir = 1") == {
+        "train.seed", "rollout.fp8"
+    }  # fmt: skip
+    by_name = {"rollout.max_num_seqs", "centering.enabled"}  # sequences_at_once, Extra.name
+    folders = (ROOT, *(ROOT / name for name in ("data", "extras", "runtime", "verifiers")))
+    files = [file for folder in folders for file in folder.glob("*.py")]
+    files = [file for file in files if file.stem not in ("settings", "configure", "old_settings")]
+    read = set().union(*(settings_read_by(file.read_text()) for file in files)) | by_name
+    names = {name for name in SETTINGS if "[]" not in name and not name.startswith(("stages", "algorithm."))}
+    assert len(names) > 80 and names - read == set()
+
+
 # ---- resuming from a checkpoint of an earlier version ------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -32,11 +33,12 @@ from helpers import (
 )
 from transformers import Qwen3MoeForCausalLM
 
+import moe_model
 import train_rl
 from batch import Completion, Group, GroupOutcome, collate
 from data.stream import prompts_of_step, seed_of
 from reward import Verdict
-from runtime.learning_rate import learning_rate
+from runtime.learning_rate import learning_rate, set_learning_rate
 from settings import AlgorithmSettings
 
 # ---- advantages --------------------------------------------------------------------------------------------
@@ -233,6 +235,90 @@ def test_rows_that_an_update_computes(setting, expected):
     batch = make_batch([[1, 2], [3], [4, 5]])
     batch.advantages = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, -1.0]])
     assert train_rl.rows_with_gradient(batch, make_config(setting)).tolist() == expected
+
+
+# ---- the update: its counts, without a model ---------------------------------------------------------------
+class RecordingTrainer:
+    """Stands in for DeepSpeed's engine around a model without experts."""
+
+    device = torch.device("cpu")
+    module = torch.nn.Linear(1, 1)
+    optimizer = SimpleNamespace(overflow=False)
+
+    def __init__(self):
+        self.losses = []
+
+    def backward(self, loss, scale_wrt_gas: bool) -> None:
+        self.losses.append(float(loss))
+
+    def step(self) -> None:
+        self.losses.append("step")
+
+    def get_global_grad_norm(self) -> float:
+        return 1.0
+
+
+def test_an_update_counts_its_own_completions_and_tokens_over_all_ranks(ranks, monkeypatch):
+    """Two minibatches on two ranks. DeepSpeed takes the mean over ranks, so a loss is multiplied by two."""
+    lengths = [[3, 1, 4, 2], [5, 6, 1, 1]]  # of each rank's four completions, two in each minibatch
+    calls = [[], []]
+
+    def loss_of_rows(trainer, batch, rows, counts, config, work):
+        calls[train_rl.dist.get_rank()].append((rows, counts.tolist(), work.num_updates))
+        return torch.tensor(0.5)
+
+    def update(rank: int) -> list:
+        batch = make_batch([[1] * length for length in lengths[rank]], group_index=[0, 0, 1, 1])
+        batch.minibatch = batch.group_index.clone()
+        batch.advantages = 1.0 * batch.response_mask
+        trainer = RecordingTrainer()
+        train_rl.update_policy(trainer, batch, make_config("train.minibatches_per_step=2"))
+        return trainer.losses
+
+    monkeypatch.setattr(train_rl, "loss_of_rows", loss_of_rows)
+    assert ranks(2).run(update) == [[1.0, "step", 1.0, "step"]] * 2
+    for rank in range(2):
+        expected = [([0, 1], [4, 3 + 1 + 5 + 6], 0), ([2, 3], [4, 4 + 2 + 1 + 1], 1)]
+        assert [(sorted(rows), *rest) for rows, *rest in calls[rank]] == expected
+
+
+def test_the_width_of_a_clip_is_over_the_logarithm_of_the_vocabulary(tmp_path, one_rank):
+    """ESPO, eq. 8, with a group per token: eps = alpha e / log|V|. The vocabulary has 24 tokens."""
+    save_small_moe(tmp_path)
+    config = make_config(
+        "model.dtype=float32", "algorithm.clip_mode=entropy_adaptive", "algorithm.entropy_clip_coef=0.3"
+    )
+    policy = moe_model.build_policy(config.model, tmp_path, None, torch.device("cpu"))
+    batch = make_batch([[3, 4, 5], [6]])
+    batch.advantages = 1.0 * batch.response_mask
+    work = train_rl.UpdateWork()
+    train_rl.loss_of_rows(policy, batch, [0, 1], torch.tensor([2, 4]), config, work)
+    ((_, statistics),) = work.statistics
+    mask = batch.response_mask
+    assert_close(statistics["clip_eps"][mask], 0.3 * statistics["entropy"][mask] / math.log(24), rtol=1e-5)
+
+
+def test_rewards_stay_float32_beside_a_bfloat16_policy(tmp_path):
+    """In bfloat16 0.998 is 1, and the second completion would have no advantage."""
+    save_small_moe(tmp_path)
+    config = make_config("model.dtype=bfloat16")
+    try:
+        moe_model.build_policy(config.model, tmp_path, None, torch.device("cpu"))
+        batch = make_batch([[1], [2], [3]])
+        batch.scores = torch.tensor([1.0, 0.998, 1.0], dtype=torch.float64)
+        rewards = train_rl.compute_rewards(batch, None, [], config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert rewards.dtype == torch.float32
+    assert_close(rewards.double(), batch.scores, rtol=1e-7)
+
+
+def test_every_group_of_parameters_learns_at_the_rate_of_the_step():
+    """DeepSpeed holds experts in parameter groups of their own."""
+    groups = [{"params": [torch.zeros(1)], "lr": 1.0} for _ in range(3)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    set_learning_rate(SimpleNamespace(optimizer=optimizer), 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25] * 3
 
 
 # ---- the update: cases -------------------------------------------------------------------------------------

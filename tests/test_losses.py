@@ -336,6 +336,14 @@ def portable_log_ratio(near: float) -> tuple[float, float]:
     raise AssertionError("no such float")
 
 
+def test_a_geometric_mask_knows_the_length_of_each_completion(float64):
+    """With r = e^0.5 of each token the geometric mean is e^0.5 whatever the length, outside of e^0.4."""
+    algorithm = AlgorithmSettings(rollout_correction="geometric_mask", rollout_correction_cap=math.exp(0.4))
+    mask = torch.tensor([[True, False, False, False], [True, True, True, True]])
+    weights = train_rl.correction_weights(0.5 * mask, torch.zeros(2, 4), mask, algorithm)
+    assert not weights.any()
+
+
 @pytest.mark.parametrize("advantage", [1.0, -0.5])
 @pytest.mark.parametrize("near", [1.2, 0.8])
 @pytest.mark.parametrize("beyond", [-1, 0, 1])

@@ -109,6 +109,7 @@ def save_models(folder: Path) -> None:
     tiny_model("dense").save_pretrained(folder / "dense")
     tiny_model("glm").save_pretrained(folder / "glm")
     tiny_model("granite").save_pretrained(folder / "granite")
+    tiny_model("llama").save_pretrained(folder / "llama")
     assert len(list((folder / "start").glob("*.safetensors"))) > 1, "load_hf should meet several files"
 
 
@@ -371,6 +372,21 @@ def test_moe_block_against_slow_loop(renormalise, chunk, monkeypatch):
     (expected * inputs.loss_weights[0]).sum().backward()
     for got, want in [(x, x_exact), *((p, exact[name]) for name, p in block.named_parameters())]:
         torch.testing.assert_close(got.grad.double(), want.grad, rtol=PARITY, atol=PARITY)
+
+
+@pytest.mark.parametrize("kind", ["moe", "glm", "dense_tied"])
+def test_a_backward_pass_leaves_the_saved_tensors_as_they_are(kind):
+    """A second pass over the same graph gives the same bits, which gradcheck would not notice otherwise."""
+    policy = policy_like(tiny_model(kind))
+    batch = tiny_batch()
+    packed = pack(batch.prompt_ids * 2, batch.completion_ids * 2, "cpu", share_prompts=True)
+    ids = torch.randint(53, (2 * batch.num_targets, 3), generator=torch.Generator().manual_seed(0))
+    logprobs, _, _, topk = policy(packed, topk_ids_Nk=ids)
+    loss = (logprobs * torch.linspace(-1, 2, len(logprobs))).sum() + topk.square().sum()
+    parameters = list(policy.parameters())
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    first = [gradient.clone() for gradient in first]
+    assert all(map(torch.equal, torch.autograd.grad(loss, parameters), first))
 
 
 def test_recomputed_layers_use_the_experts_of_the_forward_pass():
@@ -660,6 +676,19 @@ def test_resumed_step_is_bitwise_equal(reference, case):
         # that is counted twice or skipped changes the norm by tens of percent.
         rtol = 1e-5 if dtype == torch.float32 else 0.05
         assert rank[case]["norm"] == pytest.approx(reference["adamw", "start"][0][0], rel=rtol)
+
+
+@pytest.mark.slow
+def test_a_bfloat16_policy_keeps_its_float32_values_through_a_step():
+    """Frequencies of the rotary embedding, also Llama 3's, and GLM's bias of the choice of experts."""
+    for rank in section("rounded", 2):
+        for kind, (values, dtypes) in rank.items():
+            hf = tiny_model(kind)
+            expected = {name: buffer for name, buffer in hf.named_buffers() if "bias" in name}
+            expected |= {"inv_freq": hf.model.rotary_emb.inv_freq}
+            assert dtypes == {torch.bfloat16} and len(expected) == (3 if kind == "glm" else 1)
+            assert_same(values, expected, atol=1e-8)  # frequencies are computed in float64 here
+            assert all((value != value.bfloat16()).any() for value in expected.values())
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 from conftest import ROOT, assert_close
+from helpers import make_batch
 
 import train_rl
 from batch import AdvantageInputs, LossInputs, SelectInputs
@@ -205,6 +206,16 @@ def test_a_hook_refuses_a_wrong_shape(hook, tmp_path):
     file.write_text("import torch\ndef plugin(inputs): return torch.zeros(5)\n")
     with pytest.raises(ValueError, match=f"algorithm.{hook}"):
         train_rl.load_config(["data.train=[{path: x.jsonl}]", f"algorithm.{hook}={file}:plugin"])
+
+
+def test_a_completion_without_a_verdict_gets_no_advantage_from_a_plugin(tmp_path):
+    file = tmp_path / "ones.py"
+    file.write_text("def ones(inputs): return 0 * inputs.rewards + 1\n")
+    batch = make_batch([[1], [2], [3]])
+    batch.rewards = torch.tensor([1.0, 0.0, 0.0])
+    batch.valid = torch.tensor([True, False, True])
+    advantages = train_rl.completion_advantages(batch, AlgorithmSettings(advantage=f"{file}:ones"))
+    assert advantages.tolist() == [1.0, 0.0, 1.0]
 
 
 SAPO = "algorithm.gain=experiments/plugins/sapo.py:sapo"

@@ -51,6 +51,15 @@ def test_a_shared_prompt_gives_the_same_outputs_and_gradients(checkpointing, pol
         torch.testing.assert_close(shared_gradients[name], gradient, rtol=0, atol=bound, msg=name)
 
 
+def test_the_gradients_of_many_copies_are_summed_in_float32():
+    """In bfloat16, a sum of ones ends at 256."""
+    num_copies = 400
+    x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    repeats = tuple((torch.tensor([0]), torch.tensor([1 + copy])) for copy in range(num_copies))
+    moe_model.ToGrid.apply(x, torch.tensor([0]), repeats, 1 + num_copies).sum().backward()
+    assert x.grad == torch.tensor(1.0 + num_copies).bfloat16()
+
+
 def test_repeated_prompts_are_laid_out_once():
     """Each of three repetitions shares three of four prompt tokens; a prompt of one token is not shared."""
     full, shared = (pack(PROMPTS, COMPLETIONS, "cpu", share) for share in (False, True))

@@ -49,6 +49,7 @@ from configure import config_warnings
 from reward import Verdict
 from rollout import invalid_route
 from runtime import metrics as M
+from runtime.checkpoint import TrainState
 from runtime.checks import check_parity, check_routes, mismatch_gate
 from sampling import captures_routes
 
@@ -476,6 +477,45 @@ def test_replayed_routes_change_the_logprobs_only_if_they_are_shifted(model, fol
         assert (replayed.logprobs != off.logprobs).double().mean() > 0.3  # in many tokens
         live = run_old_pass(folder, model, shifted, r3, replay=False)  # as for the reference model
         assert torch.equal(live.logprobs, off.logprobs)
+
+
+@pytest.mark.parametrize("other", ["reference", "teacher"])
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+def test_another_model_than_the_policy_uses_its_own_router(replay, other, folder, one_rank):
+    """The policy's routers differ from those of the file, so that its routes are not those of the model."""
+    choice = (
+        ["algorithm.kl_coef=0.1"] if other == "reference" else ["teacher.path=unused", "teacher.groups=every"]
+    )
+    config = settings(
+        "model.dtype=float32", f"algorithm.router_replay={replay}", "train.minibatches_per_step=2", *choice
+    )
+    model, policy = (
+        moe_model.build_policy(config.model, folder / "mixed", None, torch.device("cpu")) for _ in range(2)
+    )
+    for layer in LAYERS["mixed"]:
+        policy.model.layers[layer].mlp.gate.weight.data.neg_()
+    batch = batch_of_rows(make_completions(), EVERYTHING)
+    batch.routed_experts = [c["routes"]["mixed"] for c in make_completions()]
+    run = SimpleNamespace(
+        config=config, policy=policy, reference=model if other == "reference" else None, state=TrainState(),
+        extras={"teacher": SimpleNamespace(model=model)}, clock=M.Clock({}),
+    )  # fmt: skip
+    train_rl.add_old_outputs(run, batch, parity_is_due=False)
+    for extra in train_rl.active(config):
+        extra.after_rewards(run, batch, train_rl.forward_batch)
+    logprobs = batch.ref_logprobs if other == "reference" else batch.extras["teacher"].logprobs
+    plain = ForcedModel(folder / "mixed")
+    for row, completion in enumerate(make_completions()):
+        expected = plain(completion)[0].detach()
+        assert_close(logprobs[row, : len(expected)], expected, rtol=0, atol=ROUNDING)
+    assert (batch.old_logprobs - logprobs).abs().max() > WRONG_EXPERTS
+
+
+def test_each_replay_takes_its_own_routes():
+    batch = SimpleNamespace(old_routes=["of the old pass"], routed_experts=["of the engine"])
+    assert train_rl.routes_to_replay(batch, "off") is None
+    assert train_rl.routes_to_replay(batch, "r2") is batch.old_routes
+    assert train_rl.routes_to_replay(batch, "r3") is batch.routed_experts
 
 
 def perturbed_routes(live: list[torch.Tensor], rng: random.Random) -> list[torch.Tensor]:
