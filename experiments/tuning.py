@@ -5,7 +5,7 @@ declared.json. If the declaration has `tuning` or `instances`, `python experimen
 
     a tuning.json that differs from the choice by the recorded tuning runs,
     a tuning run of a commit without this declaration, or of a checkout with uncommitted changes,
-    a test run without tuning.json, or with other settings than the chosen ones,
+    a test run without tuning.json (declaration.py compares its settings with the chosen ones),
     a test run that reads files of another task instance than its seed's.
 """
 
@@ -15,9 +15,6 @@ import statistics
 from pathlib import Path
 
 from experiments.declaration import commit_problems, read_declaration, records_of
-from runtime.config import flat_settings, read_override
-from runtime.old_settings import with_present_names
-from settings import Config
 
 Key = tuple[str, str, int]  # row, settings, seed
 
@@ -68,31 +65,6 @@ def choice_of(declared: dict, finished: dict[Key, dict]) -> list[dict]:
     return choice
 
 
-def chosen_problems(record: dict, settings: str) -> list[str]:
-    """Name the settings in which a test run differs from the choice of its row."""
-    defaults = flat_settings(Config().model_dump(mode="json"))
-    problems = []
-    for text in settings.split():
-        ((name, value),) = flat_settings(read_override(text)).items()
-        recorded = with_present_names(record.get("settings", {})).get(name, defaults.get(name))
-        if not agrees(recorded, value):
-            problems.append(f"{name} is {recorded}, and {value} was chosen")
-    return problems
-
-
-def agrees(recorded: object, chosen: object) -> bool:
-    """Tell whether a recorded value is the chosen one, or contains the chosen arguments of a plug-in.
-
-    Numbers are compared as numbers, because YAML reads 5e-05 as text, and a setting may read 3 as 3.0.
-    """
-    if isinstance(recorded, dict) and isinstance(chosen, dict):
-        return all(name in recorded and agrees(recorded[name], value) for name, value in chosen.items())
-    try:
-        return float(recorded) == float(chosen)
-    except (TypeError, ValueError):
-        return recorded == chosen
-
-
 def instance_problems(record: dict, instances: dict) -> list[str]:
     """Name the task instances that a test run reads, if they are not the instance of its seed."""
     folders = rf"(?:data/built|experiments/starts)/{instances['recipe']}(?:_(\d+))?/"
@@ -103,9 +75,9 @@ def instance_problems(record: dict, instances: dict) -> list[str]:
 
 
 def check_tuning(folder: Path) -> list[str]:
-    """Return the problems of a study's tuning, choice and test; none without tuning and instances.
+    """Return the problems of a study's tuning, choice and task instances; none without tuning and instances.
 
-    check_study() reports a declaration or records that cannot be read.
+    check_study() reports a declaration or records that cannot be read, and settings that were not chosen.
     """
     file = folder / "declared.json"
     try:
@@ -113,21 +85,11 @@ def check_tuning(folder: Path) -> list[str]:
         records = records_of(folder) if is_tuned(declared) or "instances" in declared else []
     except ValueError:
         return []
-    problems = []
-    choice = {}
-    if is_tuned(declared):
-        problems = choice_problems(folder, declared)
-        tuned = folder / "tuning.json"
-        choice = (
-            {each["row"]: each["settings"] for each in json.loads(tuned.read_text())}
-            if tuned.is_file()
-            else {}
-        )
-        if records and not choice:
-            problems.append("test runs without tuning.json: commit the choice, then test")
-    for record in records:
-        texts = chosen_problems(record, choice.get(record["row"], ""))
-        texts += instance_problems(record, declared["instances"]) if "instances" in declared else []
+    problems = choice_problems(folder, declared) if is_tuned(declared) else []
+    if records and is_tuned(declared) and not (folder / "tuning.json").is_file():
+        problems.append("test runs without tuning.json: commit the choice, then test")
+    for record in records if "instances" in declared else ():
+        texts = instance_problems(record, declared["instances"])
         problems += [f"row {record['row']}, seed {record['seed']}: {text}" for text in texts]
     return problems
 
