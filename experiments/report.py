@@ -104,6 +104,7 @@ from runtime.config import flat_settings, with_paths
 from runtime.old_settings import present_settings
 from settings import Config
 
+POSITION = ("step", "generated_tokens")
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
 RECORDED = (  # patterns of the optional training metrics that a record keeps
     "inversion_frac", "score", "reward", "verdict/ok_frac", "completion_tokens", "abs_dlogp", "mismatch_k3",
@@ -146,12 +147,6 @@ def parse_object(text: str, place: str) -> dict:
     return row
 
 
-def check_number(value: object, name: str, place: str) -> None:
-    """Raise ValueError unless the value is a finite number."""
-    if not is_finite(value):
-        raise ValueError(f"{place}: {name} is {value!r}, expected a finite number")
-
-
 def is_recorded_evaluation(name: str, metric: str) -> bool:
     """Tell whether a record keeps a metric of an evaluation: --metric, accuracy, tool_calls, avg_at_K ..."""
     leaf = name.split("/")[-1]
@@ -161,7 +156,7 @@ def is_recorded_evaluation(name: str, metric: str) -> bool:
 
 def is_recorded(name: str, metric: str) -> bool:
     """Tell whether a record keeps a training metric: STEP_KEYS, RECORDED and --metric."""
-    if name in ("step", "generated_tokens", *STEP_KEYS) or TRAINING + name == metric:
+    if name in (*POSITION, *STEP_KEYS) or TRAINING + name == metric:
         return True
     return any(fnmatch.fnmatch(name, pattern) for pattern in RECORDED)
 
@@ -180,26 +175,16 @@ def read_metrics(file: Path, metric: str) -> dict[str, dict[str, list]]:
     if not file.is_file():
         raise ValueError(f"{file} does not exist")
     rows: dict[str, list[dict]] = {"steps": [], "evaluations": []}
-    position = ("step", "generated_tokens")
     for number, line in enumerate(file.read_text().splitlines(), start=1):
-        place = f"{file}, line {number}"
-        row = parse_object(line, place)
-        if any(name.startswith("eval/") for name in row):
-            kind = "evaluations"
-            metrics = [name for name in row if is_recorded_evaluation(name, metric)]
+        row = parse_object(line, f"{file}, line {number}")
+        is_evaluation = any(name.startswith("eval/") for name in row)
+        if is_evaluation:
+            kept = [name for name in row if name in POSITION or is_recorded_evaluation(name, metric)]
         else:
-            kind = "steps"
-            metrics = [name for name in row if is_recorded(name, metric) or is_finite(row[name])]
-            metrics = [*STEP_KEYS, *metrics]
-        names = dict.fromkeys([*position, *metrics])
-        for name in names:
-            if name not in row:
-                raise ValueError(f"{place}: {name} is missing")
-            check_number(row[name], name, place)
-        rows[kind].append({name: row[name] for name in names})
-    columns = {kind: dict.fromkeys([*position, *(name for row in rows[kind] for name in row)])
-               for kind in rows}  # fmt: skip
-    return {kind: {name: [row.get(name) for row in rows[kind]] for name in columns[kind]} for kind in rows}
+            kept = [name for name in row if is_recorded(name, metric) or is_finite(row[name])]
+        rows["evaluations" if is_evaluation else "steps"].append({name: row[name] for name in kept})
+    names = {kind: dict.fromkeys([*POSITION, *(name for row in rows[kind] for name in row)]) for kind in rows}
+    return {kind: {name: [row.get(name) for row in rows[kind]] for name in names[kind]} for kind in rows}
 
 
 def check_curves(record: dict, place: str, is_small: bool) -> None:
@@ -207,9 +192,8 @@ def check_curves(record: dict, place: str, is_small: bool) -> None:
 
     is_small: the record lacks columns of its steps (experiments/records.py).
     """
-    position = ("step", "generated_tokens")
-    of_steps = ("step",) if is_small else (*position, *STEP_KEYS)
-    for kind, required in (("steps", of_steps), ("evaluations", position)):
+    of_steps = ("step",) if is_small else (*POSITION, *STEP_KEYS)
+    for kind, required in (("steps", of_steps), ("evaluations", POSITION)):
         columns = record.get(kind)
         if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
             raise ValueError(f"{place}: {kind} must be an object of lists, {{metric: [values]}}")
@@ -221,9 +205,12 @@ def check_curves(record: dict, place: str, is_small: bool) -> None:
                 raise ValueError(
                     f"{place}: {kind}.{name} has {len(column)} values, {kind}.step has {len(columns['step'])}"
                 )
-            for value in column:
-                if value is not None or name in (*required, *STEP_KEYS):
-                    check_number(value, f"{kind}.{name}", place)
+            for step, value in zip(columns["step"], column):
+                is_optional = value is None and name not in (*required, *STEP_KEYS)
+                if not is_optional and not is_finite(value):
+                    raise ValueError(
+                        f"{place}: {kind}.{name} at step {step} is {value!r}, expected a finite number"
+                    )
         check_order(kind, columns, place)
 
 
@@ -231,7 +218,7 @@ def check_order(kind: str, columns: dict[str, list], place: str) -> None:
     """Raise ValueError if steps or generated tokens decrease, or if a training step is missing."""
     last_step = 0 if kind == "steps" else -1
     last_tokens = 0
-    steps = columns.get("step", ())
+    steps = columns["step"]
     for step, tokens in zip(steps, columns.get("generated_tokens", [0] * len(steps))):
         skips = kind == "steps" and step != last_step + 1
         if skips or step <= last_step or tokens < last_tokens:
@@ -295,8 +282,8 @@ def make_run(record: dict, place: str, folder: Path | None, metric: str, is_smal
     settings = record.get("settings", {}).items()
     is_scored = any(name.endswith("zero_variance.offline_scores") and file for name, file in settings)
     offline = record.get("offline_tokens", None if is_scored else 0)
-    if offline is not None:
-        check_number(offline, "offline_tokens", place)
+    if offline is not None and not is_finite(offline):
+        raise ValueError(f"{place}: offline_tokens is {offline!r}, expected a finite number")
     return Run(record, place, folder, steps, tokens, values, offline)
 
 
@@ -355,11 +342,8 @@ def read_run(folder: Path, metric: str) -> Run | str:
         raise ValueError(f"{folder}: expected a folder seed_S with a number S")
     if not (folder / "summary.json").is_file():  # a run writes its summary last
         return progress_of(folder)
-    curves = read_metrics(file, metric)
-    for kind, columns in curves.items():
-        check_order(kind, columns, str(file))
     record = {"row": folder.parent.name, "seed": int(seed), "offline_tokens": offline_tokens_of(folder)}
-    record |= curves
+    record |= read_metrics(file, metric)
     return make_run(record, str(file), folder, metric)
 
 
