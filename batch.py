@@ -221,6 +221,8 @@ class RolloutBatch:
     advantages: Tensor = field(init=False)  # [B, T]
     replaced: Tensor | None = None  # [B] bool, completions whose advantages an extra has replaced
     extras: dict[str, Any] = field(default_factory=dict)  # {name of an extra: its values of the step}
+    # {statistic of an advantage or select plug-in: (sum, count)}
+    hook_metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
     turns: list[tuple[Turn, ...]] | None = None  # [B]; None: no completion has inserted tokens
     answer_ids: list[list[int]] = field(default_factory=list)  # [B] ragged, the scored tokens of completions
 
@@ -370,6 +372,7 @@ class AdvantageInputs:
     parts: list[dict[str, tuple[float, float]]]  # [B] {kind: (weight, score)} of a weighted sum of kinds
     valid: Tensor  # [B] bool, False without a verdict
     group_index: Tensor  # [B] int64, completions of a prompt have the same number; groups are never split
+    lengths: Tensor  # [B] int64, sampled tokens
     ranks: Collectives
 
 

@@ -285,11 +285,17 @@ def refuse_mute_judge(kind: str, path: str | None, template_args: dict | None = 
 def judge_of_function(path: str, template: str | None) -> GenerativeJudge:
     """Return the judge module:function or path/file.py:function; ValueError explains a failed import."""
     try:
-        return GenerativeJudge(load_function(path).call, template)
-    except Exception as error:  # an import can raise anything
-        raise ValueError(
-            f"reward.judge_path: cannot import the judge {path!r}: {type(error).__name__}: {error}"
-        ) from error
+        function = load_function(path).call
+    except (Exception, SystemExit) as error:  # an import can raise anything
+        raise ValueError(f"reward.judge_path: cannot import the judge {path!r}: {explain(error)}") from error
+
+    def generate(questions: list[str]) -> list[str]:
+        try:
+            return function(questions)
+        except BaseException as error:  # a function that calls sys.exit() must not end the run in silence
+            raise RuntimeError(f"reward.judge_path {path}: the function failed: {explain(error)}") from error
+
+    return GenerativeJudge(generate, template)
 
 
 def refuse_failing_judge(kind: str, path: str | None, template: str | None = None) -> None:
@@ -302,12 +308,9 @@ def refuse_failing_judge(kind: str, path: str | None, template: str | None = Non
     judge = judge_of_function(path, template)
     question = judge.template.format(prompt="What is 1 + 1?", first="2", second="3")
     try:
-        answers = judge.generate([question])
-    except Exception as error:  # files of users raise anything
-        raise ValueError(
-            f"reward.judge_path {path}: the function failed at the first question: {explain(error)}"
-        ) from error
-    checked_answers(answers, 1)
+        checked_answers(judge.generate([question]), 1)
+    except RuntimeError as error:
+        raise ValueError(f"{error} at the first question") from error
 
 
 def build_judge(

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import moe_model
-from batch import Completion, Group, Request, RolloutBatch, verdicts_of
+from batch import Completion, Group, Request, RolloutBatch, collate, verdicts_of
 from configure import config_warnings, stage_configs, widest
 from data.chat import load_tokenizer
 from data.history import PromptHistory
@@ -81,6 +81,7 @@ from runtime.checks import (
     refuse_nonfinite_weights,
     same_digest,
     say,
+    warn_of_idle_steps,
     warn_of_unreadable_answers,
 )
 from runtime.config import flat_settings
@@ -102,7 +103,7 @@ from runtime.metrics import (
 )
 from runtime.schedule import from_rank_0, host_group
 from runtime.stages import StagePosition, end_of_stage, place_of
-from runtime.summary import plot_curves, print_summary, write_summary
+from runtime.summary import figure, plot_curves, print_summary, write_summary
 from runtime.watchdog import MARGIN_S, Watchdog
 from settings import Config, HandOver, RewardSettings, TrainSettings
 from verifiers.kinds import ENVIRONMENT
@@ -836,7 +837,8 @@ def log_evaluation(run: Run, completions: list[Completion]) -> None:
     verdicts = verdicts_of(completions)
     run.pool.latencies = []  # only latencies of training are reported
     metrics = evaluation_metrics(completions, verdicts, run.eval_sets, run.config)
-    run.state.add_evaluation(metrics, run.rule)
+    sets = {name: digest_of(prompts) for name, (prompts, _) in run.eval_sets.items()}
+    run.state.add_evaluation(metrics, run.rule, sets)
     outcomes = prompt_outcomes(verdicts, run.eval_sets, run.config)
     if dist.get_rank() == 0:
         file = Path(run.config.run.dir) / "outcomes.json"
@@ -935,9 +937,17 @@ def reduce_step_metrics(
 
 
 def log_step(
-    run: Run, batch: RolloutBatch, metrics: dict[str, float], report: SyncReport, step_start: float
+    run: Run,
+    batch: RolloutBatch,
+    sampled: list[Group],
+    metrics: dict[str, float],
+    report: SyncReport,
+    step_start: float,
 ) -> None:
-    """Complete the metrics of a finished step and write them to files, trackers and console."""
+    """Complete the metrics of a finished step and write them to files, trackers and console.
+
+    sampled: this rank's groups. If none of them is trained on, samples.jsonl gets the first one.
+    """
     state = run.state
     config = run.config
     metrics |= {
@@ -947,16 +957,19 @@ def log_step(
         "seconds_per_step": time.perf_counter() - step_start,
     }
     metrics |= run.clock.take_step()
-    run.progress.set_postfix(score=f"{metrics['score']:.3f}", refresh=False)
+    run.progress.set_postfix(score=figure(metrics["score"], ".3f"), refresh=False)
     run.progress.update()
     is_shown = state.step % config.run.log_every == 0
     if is_shown:
         say(console_line(state, metrics))
     warn_of_unreadable_answers(metrics, state.step)
+    warn_of_idle_steps(metrics, state)
     with run.clock("log"):
         log_metrics(run.accelerator, config, state, metrics)
         if is_shown and dist.get_rank() == 0:
-            log_samples(config, state, batch, run.tokenizer)
+            shown = batch if batch.prompts else None
+            shown = shown or collate(sampled[:1], run.prompts, run.prompt_ids, config.reward.binary)
+            log_samples(config, state, shown, run.tokenizer, is_trained=shown is batch)
 
 
 # ============================================================================================================

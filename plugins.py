@@ -9,12 +9,13 @@
 | hook | receives | returns | called |
 |---|---|---|---|
 | gain | batch.LossInputs | gain [b, T] with gradient, {name: statistic [b, T]} | once per micro-batch |
-| advantage | batch.AdvantageInputs | advantages [B] | once per step |
-| select | batch.SelectInputs | advantages [B, T] | once per minibatch of a step |
+| advantage | batch.AdvantageInputs | advantages [B], or (advantages, statistics) | once per step |
+| select | batch.SelectInputs | advantages [B, T], or with statistics | once per minibatch of a step |
 
 A plug-in is named in YAML or on the command line only, never by data. At the start it is imported, its
-arguments are checked against its signature, and it is called with a small batch. The digest of its file is
-part of the run's record and of every checkpoint. docs/plugins.md has a complete example.
+arguments are checked against its signature, and it is called with a small batch. Every later result is
+checked as well. The digest of its file is part of the run's record and of every checkpoint. docs/plugins.md
+has a complete example.
 """
 
 import functools
@@ -57,8 +58,72 @@ def load_plugin(algorithm: AlgorithmSettings, hook: str) -> Callable:
     return functools.partial(function, **arguments)
 
 
+def call_hook(algorithm: AlgorithmSettings, hook: str, inputs) -> tuple[Tensor, dict]:
+    """Call the function of a hook and check its result; RuntimeError names setting, file and line.
+
+    Returns the result and its statistics. Everything that the function raises is an error of the run, also
+    SystemExit. Collective if the plug-in calls collectives.
+    """
+    name = getattr(algorithm, hook)
+    tensors = {key: value for key, value in vars(inputs).items() if isinstance(value, Tensor)}
+    versions = {key: value._version for key, value in tensors.items()}
+    try:
+        result = load_plugin(algorithm, hook)(inputs)
+    except BaseException as error:
+        raise RuntimeError(f"algorithm.{hook}: {name} fails: {explain(error)}") from error
+    problem = problem_of(hook, result, inputs)
+    for key, value in tensors.items():
+        if value._version != versions[key]:
+            problem = f"must leave its inputs as they are, it changed inputs.{key}: work on a copy (clone())"
+    if problem:
+        raise RuntimeError(f"algorithm.{hook}: {name} {problem}")
+    return result if isinstance(result, tuple) else (result, {})
+
+
+def problem_of(hook: str, result, inputs) -> str | None:
+    """Return what is wrong with the result of a hook, None if nothing is.
+
+    An infinite gain is no problem here: its loss is infinite, and run.on_nonfinite decides.
+    """
+    symbols = {"gain": "[b, T]", "advantage": "[B]", "select": "[B, T]"}[hook]
+    mask = inputs.valid if hook == "advantage" else inputs.mask
+    size = f"{symbols} = {list(mask.shape)}"
+    has_statistics = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+    if not has_statistics and (hook == "gain" or isinstance(result, tuple)):
+        return (
+            f"must return ({hook} {symbols}, {{name: statistic {symbols}}}), it returned {describe(result)}"
+        )
+    values, statistics = result if has_statistics else (result, {})
+    if not (isinstance(values, Tensor) and values.is_floating_point() and values.shape == mask.shape):
+        return f"must return floats {size}, it returned {describe(values)}"
+    if hook == "gain" and not values.requires_grad:
+        return "returned a gain without gradient: compute it from inputs.logprobs, log_ratio or ratio"
+    if hook != "gain" and not values[mask if hook == "select" else ...].isfinite().all():
+        return (
+            "must return finite advantages, also for a tie and without a verdict; it returned NaN or infinity"
+        )
+    for name, value in statistics.items():
+        is_number = hook != "gain" and isinstance(value, (int, float))
+        if not (is_number or isinstance(value, Tensor) and value.shape == mask.shape):
+            return f"must return statistics {size}, {name!r} is {describe(value)}"
+        if is_reserved(name) or hook != "gain" and name in REPLACEABLE:
+            return (
+                f"must give the statistic {name!r} another name: docs/metrics.md lists our names, and "
+                f"{', '.join(SUFFIXES)} at the end mark metrics that are no mean"
+            )
+    return None
+
+
+def add_statistics(batch: RolloutBatch, statistics: dict, mask: Tensor) -> None:
+    """Add the statistics of a hook to batch.hook_metrics, as (sum, count) over the elements of a mask."""
+    for name, value in statistics.items():
+        values = value[mask].double() if isinstance(value, Tensor) else torch.tensor([float(value)])
+        total, count = batch.hook_metrics.get(name, (0.0, 0))
+        batch.hook_metrics[name] = (total + values.sum().item(), count + len(values))
+
+
 def plugin_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> Tensor:
-    """Return the advantages [B] of algorithm.advantage, 0 without a verdict; RuntimeError for bad advantages.
+    """Return the advantages [B] of algorithm.advantage, 0 without a verdict.
 
     Collective if the plug-in calls collectives.
     """
@@ -66,14 +131,11 @@ def plugin_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> Tens
         {kind: (weight, verdict.parts.get(kind, verdict.reward)) for weight, kind in parts_of(prompt.kind)}
         for prompt, verdict in zip(batch.prompts, batch.verdicts)
     ]
-    inputs = AdvantageInputs(batch.rewards, parts, batch.valid, batch.group_index, ALL_RANKS)
-    advantages = load_plugin(algorithm, "advantage")(inputs).to(batch.rewards.dtype)
-    if advantages.shape != batch.valid.shape or not advantages[batch.valid].isfinite().all():
-        raise RuntimeError(
-            f"{algorithm.advantage} must return finite advantages [B] = [{len(batch.valid)}], and returned "
-            f"{advantages.tolist()} for the rewards {batch.rewards.tolist()}"
-        )
-    return torch.where(batch.valid, advantages, 0.0)
+    lengths = batch.response_mask.sum(dim=1)
+    inputs = AdvantageInputs(batch.rewards, parts, batch.valid, batch.group_index, lengths, ALL_RANKS)
+    advantages, statistics = call_hook(algorithm, "advantage", inputs)
+    add_statistics(batch, statistics, batch.valid)
+    return torch.where(batch.valid, advantages.to(batch.rewards.dtype), 0.0)
 
 
 def plugin_selection(advantages: Tensor, batch: RolloutBatch, config: Config, step: int) -> Tensor:
@@ -98,25 +160,22 @@ def plugin_selection(advantages: Tensor, batch: RolloutBatch, config: Config, st
             generators=[Random(seed) for seed in seeds],
             ranks=ALL_RANKS,
         )
-        selected = load_plugin(config.algorithm, "select")(inputs)
+        selected, statistics = call_hook(config.algorithm, "select", inputs)
+        add_statistics(batch, statistics, inputs.mask)
         advantages = torch.where(inputs.mask, selected.to(advantages.dtype), advantages)
     return advantages
 
 
 def check_plugins(config: Config) -> None:
-    """Call each plug-in with a small batch; ValueError if a result has a wrong type or shape."""
+    """Call each plug-in with a small batch; ValueError if it fails or a result has a wrong type or shape."""
     checks = {"gain": check_gain, "advantage": check_advantage, "select": check_select}
     for hook, check in checks.items():
-        name = getattr(config.algorithm, hook)
-        if name is None:
-            continue
-        plugin = load_plugin(config.algorithm, hook)
-        try:
-            problem = check(plugin, config)
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"algorithm.{hook}: {name} fails on a small batch: {explain(error)}") from error
-        if problem:
-            raise ValueError(f"algorithm.{hook}: {name} {problem}")
+        if getattr(config.algorithm, hook) is not None:
+            load_plugin(config.algorithm, hook)
+            try:
+                check(config)
+            except RuntimeError as error:
+                raise ValueError(f"{error} (with a small batch)") from error
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -140,6 +199,7 @@ OUR_METRICS = """
     stage step straggler_rank straggler_seconds sync_bytes sync_tensors tool_calls
     tool_errors_frac tool_tokens turns update_tokens zero_variance_frac
 """.split()  # docs/metrics.md, except ratio, clipped, clip_eps and masked, which a plug-in may replace
+REPLACEABLE = ("ratio", "clipped", "clip_eps", "masked")  # by a gain
 OUR_GROUPS = "account clip_eps clipped eval judge part seconds verdict zero_variance".split()
 
 
@@ -163,11 +223,6 @@ def small_loss_inputs(algorithm: AlgorithmSettings, advantage: float) -> LossInp
     return inputs
 
 
-def is_tensor(value: object, shapes: list[torch.Size]) -> bool:
-    """Tell whether a value is a tensor of floats with one of these shapes."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.shape in shapes
-
-
 def describe(value: object) -> str:
     """Describe a result by its type and, for a tensor, by its dtype and shape."""
     if isinstance(value, Tensor):
@@ -183,38 +238,22 @@ def is_reserved(name: str) -> bool:
     return is_ours or name.rpartition("_")[2] in SUFFIXES
 
 
-def check_gain(gain: Callable, config: Config) -> str | None:
-    """Return the problem of a gain plug-in's result, None if there is none."""
-    result = gain(small_loss_inputs(config.algorithm, 1.0))
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        return f"must return (gain [b, T], {{name: statistic [b, T]}}), it returned {describe(result)}"
-    values, statistics = result
-    if not is_tensor(values, [MASK.shape]):
-        return f"must return a gain of floats [b, T] = [2, 3], it returned {describe(values)}"
-    if not values.requires_grad:
-        return "returned a gain without gradient: compute it from inputs.logprobs, log_ratio or ratio"
-    for name, value in statistics.items():
-        if not isinstance(value, Tensor) or value.shape != MASK.shape:
-            return f"must return statistics [b, T] = [2, 3], {name!r} is {describe(value)}"
-        if is_reserved(name):
-            return (
-                f"must give the statistic {name!r} another name: docs/metrics.md lists our names, and "
-                f"{', '.join(SUFFIXES)} at the end mark metrics that are no mean over tokens"
-            )
+def check_gain(config: Config) -> None:
+    """Raise RuntimeError if a gain plug-in fails, or has a gradient that updates would skip."""
+    call_hook(config.algorithm, "gain", small_loss_inputs(config.algorithm, 1.0))
     if config.train.skip_zero_gradient and config.algorithm.kl_coef == 0:
         inputs = small_loss_inputs(config.algorithm, 0.0)
-        values, _ = gain(inputs)
+        values, _ = call_hook(config.algorithm, "gain", inputs)
         (gradient,) = torch.autograd.grad(values[MASK].sum(), inputs.logprobs)
         if (gradient[MASK] != 0).any():
-            return (
-                "has a gradient for tokens with advantage 0, which updates skip: set "
-                "train.skip_zero_gradient=false"
+            raise RuntimeError(
+                f"algorithm.gain: {config.algorithm.gain} has a gradient for tokens with advantage 0, which "
+                "updates skip: set train.skip_zero_gradient=false"
             )
-    return None
 
 
-def check_advantage(advantage: Callable, config: Config) -> str | None:
-    """Return the problem of an advantage plug-in's result, None if there is none.
+def check_advantage(config: Config) -> None:
+    """Raise RuntimeError if an advantage plug-in fails.
 
     If the settings add a judge or penalties to the verifier's score, the rewards of the small batch differ
     from the parts, and can be negative, as they can in the run.
@@ -234,23 +273,14 @@ def check_advantage(advantage: Callable, config: Config) -> str | None:
             parts=[{"exact": (1.0, float(score))} for score in is_right[rows]],
             valid=valid[rows],
             group_index=group_index[rows],
+            lengths=torch.arange(1, 8)[rows],
             ranks=ONE_RANK,
         )
-        result = advantage(inputs)
-        if not is_tensor(result, [inputs.valid.shape]):
-            return (
-                f"must return advantages of floats [B] = [{num_completions}], it returned {describe(result)}"
-            )
-        if not result.isfinite().all():
-            return (
-                "must return finite advantages, also for a tie, for a single completion and for a completion "
-                f"without a verdict: groups {group_index.tolist()} got {result.tolist()}"
-            )
-    return None
+        call_hook(config.algorithm, "advantage", inputs)
 
 
-def check_select(select: Callable, config: Config) -> str | None:
-    """Return the problem of a select plug-in's result, None if there is none."""
+def check_select(config: Config) -> None:
+    """Raise RuntimeError if a select plug-in fails."""
     advantages = torch.tensor([[1.0], [-1.0]]) * MASK
     old_logprobs = torch.tensor([[-0.5, -1.0, -2.0], [-1.5, -0.25, 0.0]])
     entropy = torch.tensor([[1.0, 0.5, 2.0], [0.1, 1.5, 0.0]])
@@ -265,8 +295,4 @@ def check_select(select: Callable, config: Config) -> str | None:
             generators=[Random(0), Random(1)][rows],
             ranks=ONE_RANK,
         )
-        result = select(inputs)
-        if not is_tensor(result, [inputs.mask.shape]):
-            expected = f"advantages of floats [B, T] = [{num_completions}, 3]"
-            return f"must return {expected}, it returned {describe(result)}"
-    return None
+        call_hook(config.algorithm, "select", inputs)

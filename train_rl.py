@@ -75,7 +75,7 @@ from lifecycle import (
 )
 from memory_plan import syncs_own_experts
 from moe_model import PackedSequences, num_experts_of, pack, route_table, select_targets
-from plugins import load_plugin, plugin_advantages, plugin_selection
+from plugins import call_hook, plugin_advantages, plugin_selection
 from rollout import SyncReport, invalid_route
 from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewards
 from runtime.learning_rate import learning_rate, set_learning_rate
@@ -772,7 +772,7 @@ def token_gain(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     ratio = importance_ratio(inputs.log_ratio, inputs.token_groups, inputs.mask, settings.ratio_form)
     inputs.ratio = ratio
     if settings.gain is not None:
-        gain, statistics = load_plugin(settings, "gain")(inputs)
+        gain, statistics = call_hook(settings, "gain", inputs)
         return gain, {"ratio": ratio, "clipped": torch.zeros_like(ratio), **statistics}
     statistics = {"ratio": ratio}
     clipped = torch.zeros_like(inputs.mask)
@@ -1176,7 +1176,7 @@ def main(config: Config) -> None:
         reduced = reduce_step_metrics(metrics, prompt_account(account, outcomes, trained))
         num_dlogp_tokens = int(reduced.pop("measured_tokens_total", 0))  # weight of this step's abs_dlogp
         state.add_step(reduced, run.rule, num_dlogp_tokens, charged_tokens(config, reduced))
-        log_step(run, batch, reduced, report, step_start)
+        log_step(run, batch, sampled, reduced, report, step_start)
         save_if_due(run, stop_reason(run, reduced))
         del sampled, groups, batch  # or their routes would stay in memory during the next rollout
     evaluate_if_due(run)

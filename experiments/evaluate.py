@@ -501,7 +501,7 @@ def samples_page(run_dir: Path) -> str:
     rows = [json.loads(line) for line in lines]
     if not rows:
         raise ValueError(
-            f"--run {run_dir}: samples.jsonl has no row yet; rows come every run.log_every steps"
+            f"--run {run_dir}: samples.jsonl has no row yet; the first comes with step run.log_every"
         )
     details: list[dict | None] = [None] * len(rows)
     with_tokens = [number for number, row in enumerate(rows) if "token_ids" in row]

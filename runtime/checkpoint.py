@@ -62,6 +62,9 @@ class TrainState:
     peak_rss_bytes: int = 0  # peak resident memory, summed over the ranks
     first_eval: dict[str, float] = field(default_factory=dict)  # metrics before the first step
     last_eval: dict[str, float] = field(default_factory=dict)  # metrics of the latest evaluation
+    first_sets: dict[str, str] = field(default_factory=dict)  # {held-out set: digest} of first_eval
+    last_sets: dict[str, str] = field(default_factory=dict)  # of last_eval
+    idle_steps: int = 0  # steps in a row without a gradient, or whose updates were all skipped
     stage: StagePosition = field(default_factory=StagePosition)
     judge: str | None = None  # digest of the weights of reward.judge_path
     reference: str | None = None  # digest of the weights of model.path, if there is a KL penalty to them
@@ -81,12 +84,17 @@ class TrainState:
         spent = self.generated_tokens + self.charged_tokens
         return self.step >= config.train.num_steps or spent >= budget
 
-    def add_evaluation(self, metrics: dict[str, float], rule: HandOver) -> None:
-        """Record the metrics of an evaluation at this step; rule: the hand-over of the current stage."""
+    def add_evaluation(self, metrics: dict[str, float], rule: HandOver, sets: dict[str, str]) -> None:
+        """Record the metrics of an evaluation at this step.
+
+        rule: the hand-over of the current stage; sets: {held-out set: digest of its prompts}.
+        """
         self.stage = after_measurement(self.stage, rule, metrics)
         if self.step == 0:
             self.first_eval = metrics
+            self.first_sets = sets
         self.last_eval = metrics
+        self.last_sets = sets
         self.evaluated_step = self.step
 
     def add_step(
@@ -100,6 +108,7 @@ class TrainState:
         self.stage = after_step(self.stage, rule, int(metrics["tokens_total"]), metrics)
         self.generated_tokens += int(metrics["tokens_total"])
         self.charged_tokens += charged_tokens
+        self.idle_steps = 0 if metrics.get("grad_norm", 0.0) > 0 else self.idle_steps + 1  # NaN: no update
         self.gradient_tokens += int(metrics["gradient_tokens_total"])
         if math.isfinite(metrics.get("abs_dlogp", math.nan)):
             self.trained_tokens += num_dlogp_tokens

@@ -14,6 +14,7 @@ from batch import RolloutBatch
 from runtime.checkpoint import TrainState, digest_of_weights
 from runtime.launch import one_line
 from runtime.metrics import histogram, reduce_metrics
+from runtime.summary import figure
 from settings import Config
 
 MAX_UNREADABLE_FRAC = 0.1  # of a judge's answers in a step, before a warning [ours]
@@ -23,6 +24,16 @@ def say(line: str) -> None:
     """Print a line on rank 0, above the progress bar."""
     if dist.get_rank() == 0:
         tqdm.write(one_line(line))
+
+
+warned: set[str] = set()  # kinds of warnings that this launch has printed
+
+
+def warn_first(kind: str, text: str) -> None:
+    """Print the first warning of a kind; the metrics have the figures of later steps."""
+    if dist.get_rank() == 0 and kind not in warned:
+        warned.add(kind)
+        say(f"warning: {text}; said once")
 
 
 def check_verdicts(verdicts: list, max_failed_frac: float, where: str) -> None:
@@ -45,17 +56,35 @@ def check_verdicts(verdicts: list, max_failed_frac: float, where: str) -> None:
     message = f"{num_failed} of {num_verdicts} verdicts failed; first: {example}"
     if num_failed > max_failed_frac * num_verdicts:
         raise RuntimeError(f"{where}: {message} (reward.max_failed_frac {max_failed_frac})")
-    say(f"warning: {where}: {message}")
+    warn_first(f"verdicts of {where.split()[0]}", f"{where}: {message}")
 
 
 def warn_of_unreadable_answers(metrics: dict[str, float], step: int) -> None:
     """Warn if the generative judge gives no verdict in many answers, because each of them counts as a tie."""
     unreadable_frac = metrics.get("judge/unreadable_frac", 0.0)
     if unreadable_frac > MAX_UNREADABLE_FRAC:
-        say(
-            f"warning: step {step}: {unreadable_frac:.2f} of the judge's answers contain no verdict and "
-            "count as ties: reward.judge_template must be the question on which the judge was trained"
+        warn_first(
+            "judge",
+            f"step {step}: {unreadable_frac:.2f} of the judge's answers contain no verdict and "
+            "count as ties: reward.judge_template must be the question on which the judge was trained",
         )
+
+
+MAX_IDLE_STEPS = 10  # steps in a row without gradient before a warning, without update before a stop [ours]
+
+
+def warn_of_idle_steps(metrics: dict[str, float], state: TrainState) -> None:
+    """Warn if no update has had a gradient for MAX_IDLE_STEPS steps."""
+    if state.idle_steps < MAX_IDLE_STEPS:
+        return
+    cause = (
+        f"score {figure(metrics['score'], '.3f')}, zero-variance {metrics['zero_variance_frac']:.2f}: "
+        "read samples.jsonl, then check kinds, answers and rollout.max_new_tokens, or take easier prompts"
+    )
+    if metrics.get("nonfinite_updates_max"):
+        cause = "the updates were skipped, because loss or gradient is not finite: see the folder nonfinite"
+    text = f"no gradient in the last {MAX_IDLE_STEPS} steps, so the policy did not learn"
+    warn_first("idle", f"step {state.step}: {text} ({cause})")
 
 
 def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
@@ -133,7 +162,7 @@ def mismatch_gate(metrics: dict[str, float], state: TrainState, config: Config) 
             "algorithm.rollout_correction or centering.enabled handles the difference, raise "
             f"algorithm.{setting} or algorithm.mismatch_patience"
         )
-    say(f"warning: {message}")
+    warn_first("mismatch", message)
     return None
 
 

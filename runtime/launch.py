@@ -9,6 +9,7 @@ import re
 import select
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -163,6 +164,14 @@ def in_words(error: Exception) -> str:
     return text
 
 
+def place_of(error: BaseException) -> str:
+    """Return the last file and line outside of libraries at which an error was raised, in parentheses."""
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f" ({f.filename}, line {f.lineno})" for f in frames if not f.filename.startswith(libraries)]
+    return places[-1] if places else ""
+
+
 def forget_errors(folder: Path, rank: int) -> None:
     """Delete error files from earlier launches. Rank 0 also deletes files of ranks that no longer exist."""
     for file in folder.glob("error_rank_*.txt"):
@@ -193,6 +202,7 @@ def run(
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     rank = int(os.environ["RANK"])
     folder = None
+    options = None
     try:
         options = read(argv)
         folder = folder_of(options)
@@ -208,13 +218,15 @@ def run(
         if rank == 0:
             print("\ninterrupted\n", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
-    except SystemExit as leaving:
-        if leaving.code:  # argparse has printed the error of this rank's command
-            tell_others(f"error on rank {rank}: its command is wrong; see the message on its node")
-        raise
-    except Exception as error:
+    except BaseException as error:  # code of users raises anything
+        if isinstance(error, SystemExit) and options is None:
+            if error.code:  # argparse has printed the error of this rank's command
+                tell_others(f"error on rank {rank}: its command is wrong; see the message on its node")
+            raise
         expected = isinstance(error, (ValueError, RuntimeError, OSError))
-        message = one_line(("" if expected else f"{type(error).__name__}: ") + in_words(error))
+        message = one_line(
+            in_words(error) if expected else f"{type(error).__name__}: {error}{place_of(error)}"
+        )
         line = f"error on rank {rank}: {message}"
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             line += f"; free space in {folder}, then start the same command again"

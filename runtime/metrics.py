@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from batch import Completion, Group, GroupOutcome, RolloutBatch, Turn, verdicts_of
 from runtime.checkpoint import TrainState, writing
+from runtime.summary import figure
 from settings import Config
 
 MAX_LOG_WEIGHT = 40.0  # the square of a larger weight would overflow float32
@@ -169,7 +170,7 @@ def batch_metrics(batch: RolloutBatch, groups: list[Group], config: Config) -> d
     group_size = config.rollout.group_size
     is_probe = torch.tensor([len(g.completions) < group_size for g in groups], dtype=torch.bool)  # [groups]
     of_probe = is_probe[batch.group_index]  # [B]
-    return {
+    return batch.hook_metrics | {
         "reward": (batch.rewards[batch.valid].sum().item(), batch.valid.sum().item()),
         "inversion_frac": (inverted.sum().item(), is_judged.sum().item()),
         "gradient_tokens_total": (with_gradient.sum().item(), 1),
@@ -477,9 +478,12 @@ def log_metrics(accelerator, config: Config, state: TrainState, metrics: dict) -
                 writer.add_histogram(name.removesuffix("_hist"), np.array(values), state.step)
 
 
-def log_samples(config: Config, state: TrainState, batch: RolloutBatch, tokenizer) -> None:
+def log_samples(
+    config: Config, state: TrainState, batch: RolloutBatch, tokenizer, is_trained: bool = True
+) -> None:
     """Write the first group of a step to samples.jsonl; `experiments/evaluate.py --run` renders the file.
 
+    is_trained: False for a group that updates leave out, of a step that trains on no group.
     Log-probabilities and entropies are rounded to 4 decimals, which saves more than half of their text.
     """
     path = Path(config.run.dir) / "samples.jsonl"
@@ -491,7 +495,12 @@ def log_samples(config: Config, state: TrainState, batch: RolloutBatch, tokenize
             row = {"step": state.step, "prompt": prompt.text, "completion": tokenizer.decode(token_ids)}
             row |= asdict(batch.verdicts[i])
             row |= {name: getattr(prompt, name) for name in ("answer", "kind", "source", "difficulty")}
-            row |= {"num_tokens": num, "finish_reason": batch.finish_reason[i], "token_ids": token_ids}
+            row |= {
+                "trained": is_trained,
+                "num_tokens": num,
+                "finish_reason": batch.finish_reason[i],
+                "token_ids": token_ids,
+            }
             nats = {"rollout_logprobs": batch.rollout_logprobs, "trainer_logprobs": batch.old_logprobs}
             for name, values in (nats | {"entropy": batch.entropy}).items():
                 if values is not None:  # old_logprobs and entropy exist only if the update needs them
@@ -513,8 +522,8 @@ def console_line(state: TrainState, metrics: dict[str, float]) -> str:
     """Return the console's line about a step."""
     share = metrics["gradient_tokens_total"] / max(1, metrics["tokens_total"])
     return (
-        f"step {state.step:>5}  score {metrics['score']:.3f}  "
+        f"step {state.step:>5}  score {figure(metrics['score'], '.3f')}  "
         f"zero-variance {metrics['zero_variance_frac']:.2f}  gradient tokens {share:.2f}  "
-        f"tokens {state.generated_tokens:,}  |dlogp| {metrics.get('abs_dlogp', math.nan):.1e}  "
+        f"tokens {state.generated_tokens:,}  |dlogp| {figure(metrics.get('abs_dlogp'), '.1e')}  "
         f"{metrics['seconds_per_step']:.2f} s"
     )

@@ -4,6 +4,7 @@ python -m runtime.summary runs/demo        # print the summary and draw the plot
 """
 
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -16,26 +17,50 @@ if TYPE_CHECKING:
 DIFFICULTY = "accuracy_difficulty_"  # a metric's name ends in this and the level, for example _3
 
 
+def figure(value: float | None, form: str) -> str:
+    """Format a figure; "not measured" for None and NaN."""
+    return "not measured" if value is None or math.isnan(value) else format(value, form)
+
+
+def comparable(state: "TrainState") -> tuple[dict[str, float], dict[str, float]]:
+    """Return the metrics of the first and the last evaluation, reduced to the sets that both have measured.
+
+    An evaluation before the last step says nothing about the trained policy and counts as none. If no set is
+    in both, the last one is whole and the first one is empty. Two sets are equal if their prompts are.
+    """
+    last = state.last_eval if state.evaluated_step == state.step else {}
+    sets = {name for name, digest in state.last_sets.items() if state.first_sets.get(name) == digest}
+    first = {key: v for key, v in state.first_eval.items() if key[len("eval/") :].rpartition("/")[0] in sets}
+    if not last:
+        return state.first_eval, {}
+    return first, {key: value for key, value in last.items() if key in first} if first else last
+
+
 def write_summary(run_dir: Path, state: "TrainState") -> None:
-    """Write run_dir/summary.json. Evaluation figures are means over the held-out sets."""
-    summary = {"num_steps": state.step}
-    names = {key.split("/")[-1] for key in state.last_eval}
+    """Write run_dir/summary.json. Evaluation figures are means over the held-out sets of comparable().
+
+    A figure that was not measured is null.
+    """
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    grad_norms = [row.get("grad_norm", 0.0) for row in rows if "learning_rate" in row]
+    summary = {"num_steps": state.step, "steps_without_gradient": sum(not norm > 0 for norm in grad_norms)}
+    first_eval, last_eval = comparable(state)
+    names = {key.split("/")[-1] for key in first_eval | last_eval}
     sampled = {name for name in names if re.fullmatch(r"(avg|pass)_at_\d+", name)}
     for name in ("accuracy", "mean_tokens", *sorted(sampled | {"avg_at_8", "pass_at_8"})):
-        for when, evaluation in (("before", state.first_eval), ("after", state.last_eval)):
+        for when, evaluation in (("before", first_eval), ("after", last_eval)):
             values = [value for key, value in evaluation.items() if key.split("/")[-1] == name]
             summary[f"{name}_{when}"] = sum(values) / len(values) if values else None
     summary |= {
         "generated_tokens": state.generated_tokens,
         "gradient_token_share": state.gradient_tokens / max(1, state.generated_tokens),
-        "mean_abs_dlogp": state.abs_dlogp_sum / max(1, state.trained_tokens),
+        "mean_abs_dlogp": state.abs_dlogp_sum / state.trained_tokens if state.trained_tokens else None,
         "account": state.account,
         "seconds_by_phase": state.seconds,
         "peak_rss_bytes": state.peak_rss_bytes,
-        "accuracy_by_difficulty_before": by_difficulty(state.first_eval),
-        "accuracy_by_difficulty_after": by_difficulty(state.last_eval),
+        "accuracy_by_difficulty_before": by_difficulty(first_eval),
+        "accuracy_by_difficulty_after": by_difficulty(last_eval),
     }
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for name in ("mismatch_k3", "mismatch_routes", "mismatch_ess", "length_error"):
         values = [row[name] for row in rows if name in row]
         summary[f"mean_{name}"] = sum(values) / len(values) if values else None
@@ -75,18 +100,23 @@ def print_summary(run_dir: Path) -> None:
         last = summary[key]
         text = name.replace("avg_at_", "pass@1, mean of ").replace("pass_at_", "pass@")
         text = "accuracy, greedy" if name == "accuracy" else text
-        if first is not None and last is not None:
-            print(f"  {text:<28} {first:6.3f} -> {last:.3f}   held-out problems")
-    last_by_difficulty = summary["accuracy_by_difficulty_after"]
-    for name, first in summary["accuracy_by_difficulty_before"].items():
-        last = last_by_difficulty.get(name, float("nan"))
-        print(f"    difficulty {name.rpartition(DIFFICULTY)[2]:<16} {first:6.3f} -> {last:.3f}")
+        if name == "accuracy" or not first is last is None:
+            print(f"  {text:<28} {figure(first, '6.3f')} -> {figure(last, '.3f')}   held-out problems")
+    first_by_difficulty, last_by_difficulty = (
+        summary[f"accuracy_by_difficulty_{when}"] for when in ("before", "after")
+    )
+    for name in first_by_difficulty | last_by_difficulty:
+        values = figure(first_by_difficulty.get(name), "6.3f"), figure(last_by_difficulty.get(name), ".3f")
+        print(f"    difficulty {name.rpartition(DIFFICULTY)[2]:<16} {' -> '.join(values)}")
+    if idle := summary.get("steps_without_gradient"):
+        print(f"  steps without gradient       {idle:6}   of {summary['num_steps']}, which taught nothing")
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
     if summary["advantage_collapse_rate"] is not None:
         rate = summary["advantage_collapse_rate"]
         print(f"  advantage collapse rate      {rate:6.3f}   groups with equal scores, steps 91 to 100")
     print_account(summary["account"], summary["generated_tokens"])
-    print(f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over trained tokens")
+    dlogp = figure(summary["mean_abs_dlogp"], "6.1e")
+    print(f"  |dlogp| trainer - engine     {dlogp}   nats, mean over trained tokens")
     if summary["mean_mismatch_k3"] is not None:
         routes = summary["mean_mismatch_routes"]
         ess = f"effective sample size {summary['mean_mismatch_ess']:.4f}"

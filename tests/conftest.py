@@ -42,6 +42,13 @@ def hide_leak_reports() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
+@pytest.fixture(autouse=True)
+def unwarned() -> None:
+    """Forget which kinds of warnings earlier tests have printed."""
+    if checks := sys.modules.get("runtime.checks"):
+        checks.warned.clear()
+
+
 def pytest_configure() -> None:
     """Register the exit handler first, because Python calls handlers in reverse order."""
     atexit.register(hide_leak_reports)

@@ -285,9 +285,45 @@ def test_a_summary_lists_difficulties_of_sets_of_any_name(tmp_path, capsys):
     names = ("difficulty", "high-difficulty_8")
     found = {f"eval/{name}/{leaf}": value for name in names for leaf, value in figures.items()}
     (tmp_path / "metrics.jsonl").write_text("")
-    summary.write_summary(tmp_path, TrainState(account=account, first_eval=found, last_eval=found))
+    sets = dict.fromkeys(names, "digest")
+    state = TrainState(account=account, first_eval=found, last_eval=found, first_sets=sets, last_sets=sets)
+    state.evaluated_step = 0
+    summary.write_summary(tmp_path, state)
     assert "cut_at_turns_frac_after" not in json.loads((tmp_path / "summary.json").read_text())
     summary.print_summary(tmp_path)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     expected = ["difficulty", "2.5", "0.750", "->", "0.750"]
     assert [line for line in lines if line[:1] == ["difficulty"]] == [expected, expected]
+
+
+FIRST = {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.5, "eval/b/accuracy_difficulty_2": 0.5}
+AFTER = {  # sets of the last evaluation, its step of 9, and the accuracies before and after
+    "the same sets": ({"a": "1", "b": "2"}, 9, 0.375, 0.75),
+    "no evaluation at the end": ({"a": "1", "b": "2"}, 0, 0.375, None),
+    "one set has other prompts": ({"a": "1", "b": "3"}, 9, 0.25, 0.75),
+    "one set is new": ({"b": "2", "c": "4"}, 9, 0.5, 0.75),
+    "all sets are new": ({"c": "4"}, 9, None, 0.75),
+}
+
+
+@pytest.mark.parametrize("case", AFTER)
+def test_a_summary_compares_the_sets_of_both_evaluations(case, tmp_path, capsys):
+    """A run that was extended with other settings of data.eval; figures that nobody measured are null."""
+    sets, step, before, after = AFTER[case]
+    kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
+    account = {f"prompts_{kind}": 0 for kind in kinds}
+    account |= {f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")}
+    last = {f"eval/{name}/accuracy": 0.75 for name in sets}
+    state = TrainState(step=9, evaluated_step=step, first_eval=FIRST, last_eval=last, account=account)
+    state.first_sets, state.last_sets = {"a": "1", "b": "2"}, sets
+    rows = [{"step": n, "learning_rate": 1.0} | ({"grad_norm": 1.0} if n < 3 else {}) for n in range(1, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary.write_summary(tmp_path, state)
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert (written["accuracy_before"], written["accuracy_after"]) == (before, after)
+    assert written["mean_abs_dlogp"] is None and written["steps_without_gradient"] == 7
+    summary.print_summary(tmp_path)
+    printed = capsys.readouterr().out
+    assert "nan" not in printed and "7   of 9" in printed
+    values = f"{summary.figure(before, '6.3f')} -> {summary.figure(after, '.3f')}"
+    assert f"{values}   held-out" in printed and "|dlogp| trainer - engine     not measured" in printed

@@ -90,7 +90,7 @@ def test_the_filter_keeps_the_shortest_list_of_groups_that_holds_the_share(share
     rewards = torch.tensor([rng.choice([0.0, 0.25, 1.0]) * (group % 4 > 0) for group in group_index.tolist()])
     valid = torch.ones(48, dtype=torch.bool)
     valid[5] = False
-    inputs = AdvantageInputs(rewards, [{}] * 48, valid, group_index, ONE_RANK)
+    inputs = AdvantageInputs(rewards, [{}] * 48, valid, group_index, torch.ones(48), ONE_RANK)
     deviations = {
         group: statistics.stdev(rewards[i].item() for i in range(4 * group, 4 * group + 4) if i != 5)
         for group in range(12)

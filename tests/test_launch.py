@@ -176,6 +176,15 @@ def test_an_error_is_one_line_with_the_file_of_its_stack(error, text, tmp_path, 
     assert message["message"] == message["extraInfo"]["py_callstack"] == line
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit("done"), KeyError("format"), GeneratorExit()])
+def test_code_that_ends_a_run_from_inside_is_an_error_with_its_place(error, monkeypatch, capsys):
+    """For example sys.exit(0) in a function of the user; argparse may end only the reading of a command."""
+    monkeypatch.setenv("RANK", "0")
+    assert run(raising(error), lambda argv: argv, []) == 2
+    line = capsys.readouterr().err
+    assert type(error).__name__ in line and "test_launch.py, line" in line
+
+
 @pytest.mark.parametrize("error, text", [(OSError(28, "No space"), ""), (OSError(13, "Denied"), "Denied")])
 def test_a_thread_leaves_a_full_disk_to_the_main_thread(error, text, monkeypatch, capsys):
     monkeypatch.setattr(threading, "excepthook", report_thread)

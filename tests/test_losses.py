@@ -875,7 +875,7 @@ def test_advantages_of_tokens(advantage, tie_band, correctness_guard, rl_zvp, bi
 def test_maxrl_and_rloo_worked_out_by_hand(float64):
     def advantages(name: str, rewards: list[float]) -> torch.Tensor:
         valid = torch.ones(4, dtype=torch.bool)
-        inputs = AdvantageInputs(torch.tensor(rewards), [{}] * 4, valid, torch.zeros(4), ONE_RANK)
+        inputs = AdvantageInputs(torch.tensor(rewards), [{}] * 4, valid, *torch.zeros(2, 4), ONE_RANK)
         return load_plugin(config_of(**ADVANTAGES[name]).algorithm, "advantage")(inputs)
 
     assert_close(advantages("maxrl", [1.0, 0.0, 0.0, 0.0]), [3.0, -1.0, -1.0, -1.0])

@@ -11,14 +11,16 @@ import re
 import pytest
 import torch
 from conftest import ROOT, assert_close
-from helpers import make_batch
+from helpers import judge_batch, make_batch, make_config
 
 import train_rl
-from batch import AdvantageInputs, LossInputs, SelectInputs
+from batch import AdvantageInputs, Group, LossInputs, SelectInputs
 from configure import stage_configs
 from data.stream import seed_of
-from plugins import ONE_RANK, is_reserved, load_plugin
+from plugins import MASK, ONE_RANK, call_hook, is_reserved, load_plugin, small_loss_inputs
+from reward import Verdict
 from runtime.checkpoint import prepare_run_dir
+from runtime.metrics import batch_metrics, reduce_metrics
 from settings import AlgorithmSettings
 from verifiers.kinds import parts_of
 
@@ -102,6 +104,7 @@ def test_an_advantage_plugin_equals_the_built_in_version_of_v0_1(name):
         parts=parts,
         valid=torch.tensor(GOLDEN["rewards"]["valid"]),
         group_index=torch.tensor(GOLDEN["rewards"]["group_index"]),
+        lengths=torch.ones(len(rewards), dtype=torch.int64),
         ranks=ONE_RANK,
     )
     algorithm = AlgorithmSettings(advantage=str(PLUGINS / ADVANTAGES[name]))
@@ -216,6 +219,83 @@ def test_a_completion_without_a_verdict_gets_no_advantage_from_a_plugin(tmp_path
     batch.valid = torch.tensor([True, False, True])
     advantages = train_rl.completion_advantages(batch, AlgorithmSettings(advantage=f"{file}:ones"))
     assert advantages.tolist() == [1.0, 0.0, 1.0]
+
+
+def hook_inputs(hook: str):
+    advantages = torch.tensor([[1.0], [-1.0]]) * MASK
+    group_index = torch.zeros(2, dtype=torch.int64)
+    if hook == "gain":
+        return small_loss_inputs(AlgorithmSettings(), 1.0)
+    if hook == "advantage":
+        rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([3, 2])
+        return AdvantageInputs(rewards, [{}, {}], rewards >= 0, group_index, lengths, ONE_RANK)
+    generators = [random.Random(0), random.Random(1)]
+    return SelectInputs(advantages, advantages, advantages, MASK, group_index, generators, ONE_RANK)
+
+
+GOOD = {
+    "gain": "inputs.ratio * inputs.advantages, {'mine': inputs.entropy}",
+    "advantage": "inputs.rewards - 0.5, {'mine': inputs.lengths.float(), 'weight': 0.25}",
+    "select": "inputs.advantages * 2, {'mine': inputs.entropy, 'weight': 0.25}",
+}
+MISDEEDS = {  # code that runs after the start's check, between `result = ...` and `return result`
+    "a column": "result = (result[0].sum(-1, keepdim=True), {})",
+    "a scalar": "result = (result[0].sum(), {})",
+    "one row too many": "result = (torch.cat([result[0], result[0][:1]]), {})",
+    "whole numbers": "result = (result[0].long(), {})",
+    "a list": "result = (result[0].tolist(), {})",
+    "nothing": "result = None",
+    "three values": "result = (*result, {})",
+    "statistics of another shape": "result = (result[0], {'mine': torch.zeros(7)})",
+    "statistics of text": "result = (result[0], {'mine': 'text'})",
+    "a statistic of ours": "result = (result[0], {'score': result[0].detach()})",
+    "changed inputs": "(inputs.rewards if hasattr(inputs, 'rewards') else inputs.advantages).mul_(0)",
+    "KeyError": "{}['format']",
+    "sys.exit()": "sys.exit(0)",
+    "KeyboardInterrupt": "raise KeyboardInterrupt",
+}
+CALLS = [(hook, misdeed) for hook in GOOD for misdeed in MISDEEDS]
+CALLS += [(hook, "NaN") for hook in ("advantage", "select")] + [("gain", "no gradient")]
+MISDEEDS |= {"NaN": "result[0][0] = math.nan", "no gradient": "result = (result[0].detach(), {})"}
+
+
+@pytest.mark.parametrize("hook, misdeed", CALLS)
+def test_every_call_of_a_hook_is_checked(hook, misdeed, tmp_path):
+    file = tmp_path / "later.py"
+    lines = [
+        "import math, sys, torch", "calls = []", "def plugin(inputs):", f"    result = {GOOD[hook]}",
+        "    calls.append(1)", f"    if len(calls) > 1: {MISDEEDS[misdeed]}", "    return result",
+    ]  # fmt: skip
+    file.write_text("\n".join(lines))
+    algorithm = AlgorithmSettings(**{hook: f"{file}:plugin"})
+    values, statistics = call_hook(algorithm, hook, hook_inputs(hook))
+    assert "mine" in statistics and torch.is_tensor(values)
+    with pytest.raises(RuntimeError, match=f"algorithm.{hook}: .*later.py:plugin") as error:
+        call_hook(algorithm, hook, hook_inputs(hook))
+    if misdeed in ("KeyError", "sys.exit()", "KeyboardInterrupt"):
+        assert "(later.py, line 6)" in str(error.value)
+
+
+def test_statistics_of_all_hooks_become_metrics(tmp_path, one_rank):
+    """Means over completions with a verdict, over the tokens of all minibatches, and of plain numbers."""
+    (tmp_path / "hooks.py").write_text(
+        "def advantage(inputs):\n    return inputs.rewards, {'length': inputs.lengths, 'weight': 0.25}\n"
+        "def select(inputs):\n    return inputs.advantages, {'nats': inputs.entropy, 'calls': 1}\n"
+    )
+    hooks = [f"algorithm.{hook}={tmp_path}/hooks.py:{hook}" for hook in ("advantage", "select")]
+    config = make_config(*hooks, "train.minibatches_per_step=2")
+    batch = make_batch(
+        [[1, 2], [3], [4, 5, 6]], None, [0, 0, 1], old_logprobs=[[-1.0] * n for n in (2, 1, 3)]
+    )
+    batch.entropy = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0], [4.0, 5.0, 6.0]])
+    batch.minibatch = torch.tensor([0, 0, 1])
+    judge_batch(batch, [Verdict(1.0, "ok"), Verdict(0.0, "timeout"), Verdict(0.0, "wrong")])
+    batch.rewards = torch.tensor([1.0, 0.0, 0.0])
+    advantages = train_rl.token_advantages(batch, config)
+    batch.advantages = train_rl.select_tokens(advantages, batch, config, 0)
+    reduced = reduce_metrics(batch_metrics(batch, [Group(0, 0), Group(1, 1)], config))
+    expected = {"length": 2.5, "weight": 0.25, "nats": 3.5, "calls": 1.0}
+    assert {name: reduced[name] for name in expected} == expected
 
 
 SAPO = "algorithm.gain=experiments/plugins/sapo.py:sapo"

@@ -100,6 +100,38 @@ def test_a_run_plays_an_environment_in_training_and_evaluation(tmp_path):
     assert roles == [["assistant", "user", "assistant", "user", "assistant"]] * len(samples) != []
 
 
+NOTHING = """
+import sys
+def zero(completion):
+    return 0.0
+calls = []
+def advantage(inputs):
+    calls.append(1)
+    if len(calls) > 13:  # two calls at the start
+        sys.exit(0)
+    return inputs.rewards
+"""
+
+
+def test_a_run_that_learns_nothing_says_so_and_code_of_the_user_cannot_end_it_in_silence(tmp_path):
+    (tmp_path / "mine.py").write_text(NOTHING)
+    kind = f"kind: '{tmp_path}/mine.py:zero', columns: {{kind: null}}"
+    done = train(
+        "--config", "experiments/environments/tiny.yaml", "--config", "experiments/methods/dapo.yaml",
+        f"data.train=[{{path: {TINY}/train.jsonl, {kind}}}]",
+        "zero_variance.max_rounds=1", f"algorithm.advantage={tmp_path}/mine.py:advantage", "data.eval=[]",
+        "model.ep_size=1", "train.num_steps=12", "rollout.prompts_per_step=4", "rollout.group_size=4",
+        "checkpoint.every=10", "run.log_every=1", f"run.dir={tmp_path}/run", ranks=1,
+    )  # fmt: skip
+    assert done.returncode != 0 and len(steps_of(tmp_path / "run")) == 11
+    assert "algorithm.advantage" in done.stderr and "mine.py, line 9" in done.stderr
+    assert names_in(tmp_path / "run" / "checkpoints") == ["step_000010"]
+    assert "nan" not in done.stdout and "|dlogp| not measured" in done.stdout
+    assert done.stdout.count("no gradient in the last 10 steps") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 11 * 4 and not any(row["trained"] for row in rows)
+
+
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 

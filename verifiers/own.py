@@ -33,6 +33,7 @@ LIBRARY_PATHS = (  # excluded from the location of an error, because the mistake
     str(PROJECT / "reward.py"),
     str(PROJECT / "workers.py"),
     str(PROJECT / "plugins.py"),
+    str(PROJECT / "judges.py"),
     str(PROJECT / "verifiers"),
 )
 
