@@ -146,9 +146,17 @@ def end_others(line: str) -> None:
         watchdog.Watchdog.running.tell_failure(line)
 
 
-def in_words(error: Exception) -> str:
-    """Return the text of an error; explain a lost connection of gloo, and memory that has run out."""
+def in_words(error: BaseException) -> str:
+    """Return the text of an error; explain a lost connection of gloo, and memory that has run out.
+
+    An error of another type than our own errors is named, with the last file and line outside of libraries.
+    """
     text = str(error)
+    if not isinstance(error, (ValueError, RuntimeError, OSError)):
+        libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f" ({f.filename}, line {f.lineno})" for f in frames if not f.filename.startswith(libraries)]
+        return f"{type(error).__name__}: {text}{places[-1] if places else ''}"
     if "can't allocate memory" in text or "CUDA out of memory" in text:
         return (
             "out of memory: lower train.micro_batch_tokens (not below one row of full length) or "
@@ -162,14 +170,6 @@ def in_words(error: Exception) -> str:
             "cause. Checkpoints are intact: the same command resumes from the newest"
         )
     return text
-
-
-def place_of(error: BaseException) -> str:
-    """Return the last file and line outside of libraries at which an error was raised, in parentheses."""
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [f" ({f.filename}, line {f.lineno})" for f in frames if not f.filename.startswith(libraries)]
-    return places[-1] if places else ""
 
 
 def forget_errors(folder: Path, rank: int) -> None:
@@ -223,11 +223,7 @@ def run(
             if error.code:  # argparse has printed the error of this rank's command
                 tell_others(f"error on rank {rank}: its command is wrong; see the message on its node")
             raise
-        expected = isinstance(error, (ValueError, RuntimeError, OSError))
-        message = one_line(
-            in_words(error) if expected else f"{type(error).__name__}: {error}{place_of(error)}"
-        )
-        line = f"error on rank {rank}: {message}"
+        line = f"error on rank {rank}: {one_line(in_words(error))}"
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             line += f"; free space in {folder}, then start the same command again"
         with contextlib.suppress(OSError):
