@@ -19,6 +19,7 @@ import os
 import resource
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -39,6 +40,7 @@ from configure import config_warnings, stage_configs, widest
 from data.chat import load_tokenizer
 from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt, prompt_sha
+from data.references import describe, lines_of
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
 from episodes import Interaction
@@ -490,19 +492,45 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     held_out = [prompt for prompts, _ in loaded.eval_sets.values() for prompt in prompts]
     local_prompts = (held_out if is_resumed else loaded.everyone())[rank::world_size]
     references = [(prompt.kind, prompt.answer, prompt.fields) for prompt in local_prompts]
-    impossible = impossible_references(pool, references, warn=warn_once)
+    comparisons: dict[int, tuple[str, str]] = {}
+    impossible = impossible_references(pool, references, warn_once, comparisons)
     reasons = {
         (prompt_sha(local_prompts[i]), local_prompts[i].kind): reason for i, reason in impossible.items()
     }
     gathered: list[dict] = [{}] * world_size
     dist.all_gather_object(gathered, reasons)
     leave_out(loaded, {name: reason for of_rank in gathered for name, reason in of_rank.items()})
+    describe_references(loaded, [(local_prompts[i], *how) for i, how in comparisons.items()], config)
     if rank == 0:
         if loaded.dropped:  # written atomically, because an exact resume needs the list
             write_text(file, "".join(json.dumps(row) + "\n" for row in loaded.dropped))
             loaded.notes.append(f"{file} lists the rows left out")
         else:
             file.unlink(missing_ok=True)
+
+
+def describe_references(loaded: LoadedSets, compared: list[tuple[Prompt, str, str]], config: Config) -> None:
+    """Add notes about the references of each set, and write run.dir/references.json. Collective.
+
+    compared: this rank's prompts with the comparison and the value of their references. A resume checks the
+    held-out sets only, and keeps the training sets of the file.
+    """
+    held_out = {id(prompt): name for name, (prompts, _) in loaded.eval_sets.items() for prompt in prompts}
+    counts = Counter((held_out.get(id(prompt)), prompt.source, *how) for prompt, *how in compared)
+    gathered: list[Counter] = [Counter()] * dist.get_world_size()
+    dist.all_gather_object(gathered, counts)
+    if dist.get_rank() != 0:
+        return
+    file = Path(config.run.dir) / "references.json"
+    reports = json.loads(file.read_text()) if file.is_file() else {}
+    of_set: dict[str, Counter] = {}
+    for (held_out_set, source, *how), count in sum(gathered, Counter()).items():
+        name = source if held_out_set is None else f"eval/{held_out_set}"
+        of_set.setdefault(name, Counter())[tuple(how)] += count
+    for name, references in of_set.items():
+        reports[name] = describe(references)
+        loaded.notes += lines_of(name, reports[name])
+    write_text(file, json.dumps(reports, indent=1))
 
 
 # ---- the folder of the run ----

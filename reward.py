@@ -22,7 +22,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ import verifiers.chain
 import verifiers.math
 import verifiers.verdict
 from verifiers.answer import final_answer, opened_thought
-from verifiers.kinds import KINDS, RULE_KINDS, SLOW_KINDS, functions_of, parts_of
+from verifiers.kinds import ENVIRONMENT, KINDS, RULE_KINDS, SLOW_KINDS, functions_of, parts_of
 from verifiers.own import COMMON_ARGUMENTS, BadResult, Scale, explain, load_function, read_result
 from workers import (
     MAX_DETAIL,
@@ -340,6 +340,30 @@ class Scoring(Task[Verdict]):
             return Verdict(0.0, BAD_RESULT, str(error))
 
 
+class ReferenceCheck(Scoring):
+    """The task to score a reference answer as a completion; the detail of a right one is its comparison."""
+
+    async def run(self, worker: Worker) -> Verdict:
+        """Score the reference answer."""
+        verdict = await super().run(worker)
+        is_right = verdict.status == "ok" and self.kind in RULES
+        return (
+            replace(verdict, detail="\n".join(_comparison_of(self.kind, self.answer)))
+            if is_right
+            else verdict
+        )
+
+
+def _comparison_of(kind: str, answer: str) -> tuple[str, str]:
+    """Return how a rule compares a reference answer, and the value, in which equal answers agree."""
+    if kind == "math":
+        return verifiers.math.comparison_of(answer)
+    if kind not in ("numeric", "gsm8k"):
+        return "text", answer.strip()
+    match = _NUMBER.search(answer.rpartition("####")[2])
+    return "number", f"{Decimal(match[0].translate(_TO_PLAIN)).normalize():f}" if match else ""
+
+
 @functools.cache
 def _is_rule(kind: str) -> bool:
     return all(term in RULES for _, term in parts_of(kind))
@@ -361,6 +385,7 @@ class RewardPool(WorkerPool[Verdict]):
         completion: str | list[int],
         answer: str,
         fields: dict | None = None,
+        task: type[Scoring] = Scoring,
     ) -> None:
         """Queue one completion, see WorkerPool.put().
 
@@ -372,7 +397,7 @@ class RewardPool(WorkerPool[Verdict]):
         if isinstance(completion, list) and not self.options.tokenizer:
             raise ValueError("token ids need a pool with a tokenizer; pass tokenizer= or text")
         fields = fields or {}
-        self.put(key, Scoring(kind, completion, answer, fields, _opening(fields)))
+        self.put(key, task(kind, completion, answer, fields, _opening(fields)))
 
     def _finish(self, item, reply) -> None:
         super()._finish(item, reply)
@@ -433,11 +458,15 @@ def decoder_json(tokenizer) -> str:
 # 3 Checks before a run: every reference answer can be right, every custom function works
 # ------------------------------------------------------------------------------------------------------------
 Row = tuple[str, str, dict]  # kind, reference answer, fields
+COMPARISONS = {"code": "tests", "instructions": "constraints", ENVIRONMENT: "rewards of the environment"}
 ANSWER_FORMS = (r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}")
 
 
 def impossible_references(
-    pool: RewardPool, rows: Sequence[Row], warn: Callable[[str], object] = print
+    pool: RewardPool,
+    rows: Sequence[Row],
+    warn: Callable[[str], object] = print,
+    comparisons: dict[int, tuple[str, str]] | None = None,
 ) -> dict[int, str]:
     r"""Return {index: reason} of the rows whose reference answer cannot be right by its own rule.
 
@@ -448,6 +477,8 @@ def impossible_references(
     A timeout or a dead worker says nothing about an answer, for example on a busy machine. An answer that
     ends so is checked once more, alone. If the second check fails in the same way, the rows are not in the
     result, so that no prompt is lost, and warn() gets one line with the reason.
+
+    comparisons: receives {index: (how the reference is compared, value)} of the other rows; value "": none.
     """
     reasons = {}
     indices_of: dict[
@@ -483,6 +514,13 @@ def impossible_references(
             reason = verdict.detail or f"{term} does not accept the reference answer as a completion"
             reasons |= dict.fromkeys(indices_of[key], f"{answer[:80]!r}: {verdict.status}: {reason}")
     pool.latencies = []  # only latencies of training are reported
+    for index, (kind, answer, _) in enumerate(rows if comparisons is not None else ()):
+        terms = [term for _, term in parts_of(kind)]
+        term = next((term for term in terms if term in RULES), terms[0])
+        detail = verdicts[term, answer, ""].detail if term in RULES else ""
+        how, _, value = detail.partition("\n")
+        if index not in reasons and (term not in RULES or value):
+            comparisons[index] = (how or COMPARISONS.get(term, "the score of a function"), value)
     return dict(sorted(reasons.items()))
 
 
@@ -495,7 +533,8 @@ def _check_references(pool: RewardPool, fields_of: dict[tuple[str, str, str], di
     def submit(key: tuple[str, str, str]) -> None:
         term, answer, _ = key
         completion = {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}
-        pool.submit(key, term, completion.get(term, answer), answer, fields_of[key])
+        form = completion.get(term, answer)
+        pool.submit(key, term, form, answer, fields_of[key], task=ReferenceCheck)
 
     for key in fields_of:
         submit(key)

@@ -34,9 +34,9 @@ from data.formats import (
     read_json,
     text_from,
 )
+from data.references import plain_reference, refusal
 from settings import DataSettings, PromptSource
 from verifiers.kinds import KINDS, RULE_KINDS, functions_of, is_kind, parts_of, with_shares
-from verifiers.math import last_boxed
 from verifiers.tools import schemas_of
 
 COLUMNS = ("prompt", "answer", "kind", "difficulty")
@@ -268,7 +268,7 @@ class PromptMaker:
     chat: str  # data.chat
     renderer: ChatTemplate
     columns: dict[str, str | None]  # {role: column} for each role in COLUMNS
-    kind: str | None  # verifier of rows that name none; None: gsm8k or math, depending on data_source
+    kind: str | None  # verifier of rows that name none; None: gsm8k or math, by data_source and answer
     allowed: set[str]  # functions that rows may name
 
     @classmethod
@@ -279,13 +279,8 @@ class PromptMaker:
         renderer = ChatTemplate(tokenizer, data.system_prompt, data.chat_template_args, tools)
         if data.chat == "always":
             renderer.check(source.path)
-        kind = source.kind
-        column = columns["answer"]
-        answers = [answer for row in rows_of(tables) if column and (answer := field_of(row, column))]
-        if kind is None and answers and all("####" in str(answer) for answer in answers):
-            kind = "gsm8k"
         allowed = {function for kind in allowed - {None} for function in functions_of(kind)}
-        return cls(source, data.chat, renderer, columns, kind, allowed)
+        return cls(source, data.chat, renderer, columns, source.kind, allowed)
 
     def make(self, row: dict, where: str) -> Prompt:
         """Return the prompt of a row; BadRow if the row cannot become a prompt."""
@@ -311,7 +306,8 @@ class PromptMaker:
             if not is_kind(kind) or not self.allowed.issuperset(functions_of(kind)):
                 raise ValueError(unknown_kind(kind, where))
             return kind
-        is_gsm8k = field_of(row, "data_source") == "openai/gsm8k"
+        answer = field_of(row, self.columns["answer"]) if self.columns["answer"] else None
+        is_gsm8k = field_of(row, "data_source") == "openai/gsm8k" or "####" in str(answer)
         return self.kind or ("gsm8k" if is_gsm8k else "math")
 
     def text_of(self, row: dict, where: str) -> tuple[str, str, list[dict] | None]:
@@ -344,8 +340,9 @@ class PromptMaker:
     def answer_of(self, row: dict, kind: str, where: str) -> str:
         """Return the gold answer as text.
 
-        A list or object becomes JSON for verifiers that read structured answers (for example code). From a
-        column of full solutions, math takes the content of the last box.
+        A list or object becomes JSON for verifiers that read structured answers (for example code). For
+        verifiers that compare values, plain_reference() removes the frame. BadRow for an answer that no
+        completion can equal, see refusal().
         """
         column = self.columns["answer"]
         verifiers = {verifier for _, verifier in parts_of(kind)}
@@ -363,9 +360,15 @@ class PromptMaker:
                 return text_from(value, column, where, "without an answer")
             if isinstance(value, list) and len(value) == 1:
                 (value,) = value
-        text = text_from(value, column, where, "without an answer")
-        boxed = last_boxed(text) if "math" in verifiers and column.endswith("solution") else None
-        return boxed.strip() if boxed and boxed.strip() else text
+        is_text = not isinstance(value, (list, dict))
+        text = (
+            text_from(value, column, where, "without an answer") if is_text else json.dumps(json_value(value))
+        )
+        if verifiers & {"math", "numeric"}:
+            text = plain_reference(text)
+        if reason := refusal(text, verifiers):
+            raise BadRow(where, "whose answer is none", f"column {column!r}: {reason}")
+        return text if is_text else text_from(value, column, where, "without an answer")
 
     def describe(self, prompts: list[Prompt]) -> str:
         """Describe the columns, the verifiers and the rendering of the dataset in one line for the log."""
@@ -376,7 +379,7 @@ class PromptMaker:
         shape = "columns"
         if answer_column == "reward_model.ground_truth":
             shape = "verl's columns"
-        elif prompt_column == "question" and self.kind == "gsm8k":
+        elif prompt_column == "question" and {prompt.kind for prompt in prompts} == {"gsm8k"}:
             shape = "GSM8K's columns"
         elif prompt_column == "prompt" and (is_conversation or answer_column in ("ground_truth", "solution")):
             shape = f"TRL's {'conversational' if is_conversation else 'standard'} columns"
@@ -385,8 +388,9 @@ class PromptMaker:
         ]  # fmt: skip
         columns += [self.columns[role] for role in ("kind", "difficulty") if self.columns[role]]
         kinds = sorted({prompt.kind for prompt in prompts})
-        if not self.kind and not self.columns["kind"] and "gsm8k" in kinds:
-            columns.append("data_source")  # the only column that can have selected gsm8k, see kind_of()
+        is_by_source = any(prompt.columns.get("data_source") == "openai/gsm8k" for prompt in prompts)
+        if not self.kind and not self.columns["kind"] and is_by_source:
+            columns.append("data_source")  # selected gsm8k, see kind_of()
         rendering = "rendered by the chat template" if num_chat else "plain text"
         if 0 < num_chat < len(prompts):
             rendering = f"{num_chat:,} rendered by the chat template, the others plain text"

@@ -72,6 +72,8 @@ def write_summary(run_dir: Path, state: "TrainState") -> None:
         "slowest_rank": slowest[0][0] if slowest else None,
         "slowest_rank_share": slowest[0][1] / len(waits) if slowest else None,
     }
+    references = run_dir / "references.json"  # written at the start; {set: report}, see data/references.py
+    summary["references"] = json.loads(references.read_text()) if references.is_file() else {}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
 
 
@@ -102,6 +104,9 @@ def print_summary(run_dir: Path) -> None:
         text = "accuracy, greedy" if name == "accuracy" else text
         if name == "accuracy" or not first is last is None:
             print(f"  {text:<28} {figure(first, '6.3f')} -> {figure(last, '.3f')}   held-out problems")
+    for name, report in summary.get("references", {}).items():
+        if report["warning"]:
+            print(f"    warning: {name}: {report['warning']}")
     first_by_difficulty, last_by_difficulty = (
         summary[f"accuracy_by_difficulty_{when}"] for when in ("before", "after")
     )

@@ -837,8 +837,6 @@ def test_dropped_rows_are_counted_by_reason(tmp_path, tokenizer):
         load(mixed)
     with refuses("set.jsonl: row 2", "rollout.max_prompt_tokens 50"):
         load([good[0], bad[2]])
-    sets = load([*QUESTIONS, {"question": "q"}], on_bad_row="drop")
-    assert set(kinds_of(sets.train)) == {"gsm8k"}, "a missing answer does not change the detected verifier"
     with refuses("set.jsonl", "6 rows dropped", "2 without a prompt"):
         load(bad, on_bad_row="drop")
 

@@ -276,7 +276,7 @@ def test_the_advantage_collapse_rate_is_that_of_steps_91_to_100():
     assert summary.advantage_collapse_rate(rows[:100]) is None  # 99 steps
 
 
-def test_a_summary_lists_difficulties_of_sets_of_any_name(tmp_path, capsys):
+def test_a_summary_lists_difficulties_of_sets_of_any_name_and_trivial_references(tmp_path, capsys):
     """A set may itself be called difficulty."""
     kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
     account = {f"prompts_{kind}": 0 for kind in kinds}
@@ -288,10 +288,14 @@ def test_a_summary_lists_difficulties_of_sets_of_any_name(tmp_path, capsys):
     sets = dict.fromkeys(names, "digest")
     state = TrainState(account=account, first_eval=found, last_eval=found, first_sets=sets, last_sets=sets)
     state.evaluated_step = 0
+    reports = {"eval/a": {"warning": "the constant answer A is right in 40.0%"}, "b": {"warning": None}}
+    (tmp_path / "references.json").write_text(json.dumps(reports))
     summary.write_summary(tmp_path, state)
+    assert json.loads((tmp_path / "summary.json").read_text())["references"] == reports
     assert "cut_at_turns_frac_after" not in json.loads((tmp_path / "summary.json").read_text())
     summary.print_summary(tmp_path)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines if "constant" in line] == [["warning:", "eval/a:"]]
     expected = ["difficulty", "2.5", "0.750", "->", "0.750"]
     assert [line for line in lines if line[:1] == ["difficulty"]] == [expected, expected]
 

@@ -58,6 +58,14 @@ def _comparison(answer: str, gold: list) -> Callable[[str, str], bool]:
     return _matches_math if _is_math(gold) else _matches_text
 
 
+def comparison_of(answer: str) -> tuple[str, str]:
+    """Return how a reference answer is compared (number, expression or text), and the value."""
+    gold = _parse_box(answer, whole=True)
+    if _comparison(answer, gold) is not _matches_math:
+        return "text", normal_text(answer)
+    return "number" if getattr(gold[0], "is_number", False) else "expression", str(gold[0])
+
+
 # ------------------------------------------------------------------------------------------------------------
 # The answer in a completion
 # ------------------------------------------------------------------------------------------------------------
