@@ -500,7 +500,8 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     gathered: list[dict] = [{}] * world_size
     dist.all_gather_object(gathered, reasons)
     leave_out(loaded, {name: reason for of_rank in gathered for name, reason in of_rank.items()})
-    describe_references(loaded, [(local_prompts[i], *how) for i, how in comparisons.items()], config)
+    compared = [(local_prompts[i], *how) for i, how in comparisons.items()]
+    describe_references(loaded, compared, Path(config.run.dir) / "references.json", bool(checkpoint))
     if rank == 0:
         if loaded.dropped:  # written atomically, because an exact resume needs the list
             write_text(file, "".join(json.dumps(row) + "\n" for row in loaded.dropped))
@@ -509,8 +510,10 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
             file.unlink(missing_ok=True)
 
 
-def describe_references(loaded: LoadedSets, compared: list[tuple[Prompt, str, str]], config: Config) -> None:
-    """Add notes about the references of each set, and write run.dir/references.json. Collective.
+def describe_references(
+    loaded: LoadedSets, compared: list[tuple[Prompt, str, str]], file: Path, is_resumed: bool
+) -> None:
+    """Add notes about the references of each set, and write the file references.json. Collective.
 
     compared: this rank's prompts with the comparison and the value of their references. A resume checks the
     held-out sets only, and keeps the training sets of the file.
@@ -521,8 +524,8 @@ def describe_references(loaded: LoadedSets, compared: list[tuple[Prompt, str, st
     dist.all_gather_object(gathered, counts)
     if dist.get_rank() != 0:
         return
-    file = Path(config.run.dir) / "references.json"
-    reports = json.loads(file.read_text()) if file.is_file() else {}
+    reports = json.loads(file.read_text()) if is_resumed and file.is_file() else {}
+    reports = {name: report for name, report in reports.items() if not name.startswith("eval/")}
     of_set: dict[str, Counter] = {}
     for (held_out_set, source, *how), count in sum(gathered, Counter()).items():
         name = source if held_out_set is None else f"eval/{held_out_set}"

@@ -121,3 +121,4 @@ def test_the_start_says_how_references_are_compared_and_which_are_frequent(tmp_p
     )
     notes = described(tmp_path, monkeypatch, tmp_path, train=[("math", "8")], new=[("math", "9")])
     assert len(notes) == 2 and notes[0].startswith("eval/new"), "a resume checks held-out sets only"
+    assert list(json.loads((tmp_path / "references.json").read_text())) == ["train", "eval/new"]
