@@ -516,6 +516,28 @@ def test_a_backend_refuses_unreadable_operands(case):
 # ------------------------------------------------------------------------------------------------------------
 # FP8
 # ------------------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="10 GB of memory on a GPU")
+def test_the_last_of_more_than_2_to_the_31_elements_are_those_of_the_same_rows_alone():
+    """Offsets of 32 bits would wrap. The experts of a large model, and many rows of logits, are this long."""
+    num_rows, columns = 2**16 + 256, 2**15
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = (
+        torch.randn(rows, 64, generator=generator, device="cuda", dtype=torch.bfloat16) / 3
+        for rows in (num_rows, columns)
+    )
+    m, log_s, entropy, g = torch.randn(4, num_rows, generator=generator, device="cuda")
+    targets = torch.arange(num_rows, device="cuda") % columns
+    last = slice(num_rows - 256, num_rows)
+    rows = (targets, m, log_s, entropy, g, None)
+    logits = head.triton_grad_logits(x, weight, slice(0, columns), *rows, 1.0)[last]
+    alone = [value if value is None else value[last] for value in rows]
+    assert torch.equal(logits, head.triton_grad_logits(x[last], weight, slice(0, columns), *alone, 1.0))
+    codes, scales = fp8.quantise_weight(torch.cat([x.new_ones(num_rows - 256, columns), logits]))
+    expected, expected_scales = fp8.quantise_weight(logits)
+    assert torch.equal(codes[last].float(), expected.float()) and torch.equal(scales[-2:], expected_scales)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", fp8_cases())
 @pytest.mark.parametrize("kind", ["weight", "activation"])
