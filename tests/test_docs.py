@@ -18,6 +18,7 @@ from helpers import rows_of
 import train_rl
 from configure import check_config
 from experiments import evaluate, plan
+from experiments.bench import gpu_engine, gpu_kernels
 from runtime.config import free_on_resume, setting_fields
 from runtime.old_settings import NAMES_ELSEWHERE
 from tests import preloaded
@@ -341,3 +342,20 @@ def test_a_function_without_a_file_exists_somewhere(page):
             assert not is_function or name in words_of_the_code(), (
                 f"{page.name}: nothing in the code is called {name}"
             )
+
+
+# ---- silent faults -----------------------------------------------------------------------------------------
+def test_each_silent_fault_names_tests_or_pieces_that_exist():
+    """Rows of docs/silent_faults.md: | id | fault | state | tests |."""
+    text = (DOCS / "silent_faults.md").read_text()
+    rows = re.findall(r"^\| ([A-Z-]+\.\d+b?) \| .* \| ([\w ]+) \| (.*) \|$", text, re.MULTILINE)
+    assert len({name for name, *_ in rows}) == len(rows) == 158
+    for name, state, here in rows:
+        assert state in ("tested", "refused", "designed out", "GPU visit", "absent", "open"), name
+        if state in ("tested", "refused", "GPU visit"):
+            assert "::" in here, name
+        if state == "GPU visit":
+            pieces = re.findall(r"`(\w+)`", here)
+            assert pieces and set(pieces) <= {*vars(gpu_engine), *vars(gpu_kernels)}, name
+    for file, test in re.findall(r"`(test_\w+\.py)::(\w+)`", text):
+        assert test in defined_names(ROOT / "tests" / file), f"{file} has no {test}"
