@@ -42,7 +42,7 @@ TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 install: $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/torchrun --nproc-per-node=$(RANKS) train_rl.py --config experiments/environments/demo.yaml \
+	$(BIN)/python -m runtime.torchrun --nproc-per-node=$(RANKS) train_rl.py --config experiments/environments/demo.yaml \
 	    model.ep_size=$(RANKS)
 
 real: $(STAMP)

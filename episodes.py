@@ -200,7 +200,7 @@ def extension_of(config: Config, tokenizer, stop_ids: Sequence[int], prompts: li
             "is plain text; set data.chat=always"
         )
     schemas = schemas_of(data.tools)
-    template = ChatTemplate(tokenizer, None, data.chat_template_args, schemas)
+    template = ChatTemplate(tokenizer, None, data.chat_template_args, schemas, date=data.date)
     has_system = prompts[0].messages[0]["role"] == "system"
     extension = Extension(template, stop_ids, has_system)
     missing = [s["function"]["name"] for s in schemas if s["function"]["name"] not in extension.prompt]

@@ -20,11 +20,12 @@ import operator
 import os
 import string
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 from batch import RolloutBatch
-from data.chat import ChatTemplate, load_tokenizer, without_special_tokens
+from data.chat import ChatTemplate, clock_of, load_tokenizer, without_special_tokens
 from data.prompts import Prompt
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
 from runtime.metrics import warn_once
@@ -58,6 +59,7 @@ class ScalarJudge:
     ):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        refuse_kernels_of_the_hub(path)
         local = {"local_files_only": True, "trust_remote_code": False}
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             path,
@@ -137,6 +139,23 @@ class ScalarJudge:
 # ------------------------------------------------------------------------------------------------------------
 # Generative judges
 # ------------------------------------------------------------------------------------------------------------
+def refuse_kernels_of_the_hub(path: str) -> None:
+    """Raise ValueError if config.json asks transformers for compiled code, as org/repo of the hub."""
+
+    def texts(value, name: str = "") -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield from texts(inner, key if "_implementation" in key else name)
+        elif name and "/" in str(value):
+            yield f"{name} {value}"
+
+    config = json.loads(Path(path, "config.json").read_text())
+    if text := next(texts(config), None):
+        raise ValueError(
+            f"reward.judge_path {path}: config.json would load code from the hub ({text[:80]}); remove it"
+        )
+
+
 class GenerativeJudge:
     """Let a language model reason about two completions and conclude with Better, Tie or Worse [secondary].
 
@@ -183,7 +202,7 @@ def checked_answers(answers, num_questions: int) -> list[str]:
 
 
 def load_greedy_chat(
-    path: str, batch_size: int, max_tokens: int, template_args: dict
+    path: str, batch_size: int, max_tokens: int, template_args: dict, date: str | None = None
 ) -> Callable[[list[str]], list[str]]:
     """Start a second vLLM engine in this process; return a function from questions to greedy answers.
 
@@ -191,7 +210,7 @@ def load_greedy_chat(
     Questions and answers get half of the context each; a longer question loses its beginning, and a warning
     says so. Equal questions are asked once: in a group of short completions most pairs occur several times.
     Tested with vLLM 0.30 on 1 and 2 CPU ranks beside the policy's engine: answers equal transformers'; a MoE
-    judge fails beside a dense policy. template_args: of the chat template.
+    judge fails beside a dense policy. template_args, date: of the chat template.
     """
     on_gpu = torch.cuda.is_available()
     set_vllm_environment(on_gpu)
@@ -221,7 +240,7 @@ def load_greedy_chat(
             "add_special_tokens": not has_template,  # BOS, as in the training of a judge on plain text
         },
         "chat_template": None if has_template else "{{ messages[0].content }}",
-        "chat_template_kwargs": template_args,
+        "chat_template_kwargs": template_args | clock_of(llm.get_tokenizer(), date),
         "use_tqdm": False,
     }
 
@@ -321,13 +340,14 @@ def build_judge(
     margin: float = 0.0,
     template: str | None = None,
     template_args: dict | None = None,
+    date: str | None = None,
 ) -> ScalarJudge | GenerativeJudge | None:
     """Load a judge; ValueError explains why a path cannot be loaded.
 
     kind: "scalar", "generative", or "none", which returns None. path: folder of a Hugging Face model, or for
     a generative judge also module:function or path/file.py:function. max_tokens: limit of a text (scalar) or
     an answer (generative). margin: see ScalarJudge. template: see GenerativeJudge. template_args: arguments
-    of the chat template in the folder.
+    of the chat template in the folder. date: see load_greedy_chat().
     """
     if kind == "none":
         return None
@@ -335,7 +355,8 @@ def build_judge(
     if os.path.isfile(os.path.join(path, "config.json")):
         if kind == "scalar":
             return ScalarJudge(path, batch_size, max_tokens, margin)
-        return GenerativeJudge(load_greedy_chat(path, batch_size, max_tokens, template_args or {}), template)
+        generate = load_greedy_chat(path, batch_size, max_tokens, template_args or {}, date)
+        return GenerativeJudge(generate, template)
     if kind == "scalar" or ":" not in path:
         hint = "" if kind == "scalar" else " or a function, for example my_judge.py:ask"
         raise ValueError(

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -72,7 +72,7 @@ from runtime.checkpoint import (
     resumes_exactly,
     save_checkpoint,
     state_of,
-    with_saved_dtype,
+    with_saved_choices,
     write_text,
     writing,
 )
@@ -87,8 +87,8 @@ from runtime.checks import (
     warn_of_unreadable_answers,
 )
 from runtime.config import flat_settings
-from runtime.launch import Signals, Stopped
-from runtime.machine import check_address, check_gpus, check_machine, device_of_rank
+from runtime.launch import Signals, Stopped, connect
+from runtime.machine import check_address, check_gpus, check_machine, device_of_rank, open_store
 from runtime.memory import NodeMemory, node_memory, trainer_bytes
 from runtime.metrics import (
     Clock,
@@ -107,7 +107,7 @@ from runtime.schedule import from_rank_0, host_group
 from runtime.stages import StagePosition, end_of_stage, place_of
 from runtime.summary import figure, plot_curves, print_summary, write_summary
 from runtime.watchdog import MARGIN_S, Watchdog
-from settings import Config, HandOver, RewardSettings, TrainSettings
+from settings import Config, HandOver, TrainSettings
 from verifiers.kinds import ENVIRONMENT
 
 
@@ -163,7 +163,7 @@ def set_up(config: Config) -> Run | None:
         check_ranks(stage_config, dist.get_world_size())
     lock, checkpoint, record = open_run_dir(config)
     state = state_of(record, config) if record else TrainState()
-    resolved = with_sleep(with_dtype(config, record))
+    resolved = with_date(with_sleep(with_dtype(config, record)), record)
     if is_finished(resolved, checkpoint, state):
         report_finished(resolved, checkpoint, state)
         return None
@@ -257,9 +257,9 @@ def build_engine_and_policy(config: Config, data: LaunchData, device: torch.devi
     A scalar judge is loaded first, because the engine takes the GPU memory that is free then.
     """
     launch = data.launch
-    scalar_judge = load_judge(config.reward) if config.reward.judge == "scalar" else None
+    scalar_judge = load_judge(config) if config.reward.judge == "scalar" else None
     engine = start_engine(launch.config, launch.hf_config, data.model_dir)
-    judge = scalar_judge or load_judge(config.reward)
+    judge = scalar_judge or load_judge(config)
     dist.barrier()
     trainer = build_trainer(config, active(launch.config), data.model_dir, data.ep_group, device)
     reference = build_reference(launch.config, data.ep_group, device)
@@ -281,14 +281,15 @@ def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
     check_address()
     wait_for_ranks(config.run.warn_s, config.run.timeout_s)
     wait_s = setup_timeout_s(config)
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), log_with=config.run.trackers, project_dir=config.run.dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=wait_s + MARGIN_S))],
-    )  # fmt: skip
+    on_gpu = torch.cuda.is_available()
+    connect("nccl" if on_gpu else "gloo", timedelta(seconds=wait_s + MARGIN_S))
+    accelerator = Accelerator(cpu=not on_gpu, log_with=config.run.trackers, project_dir=config.run.dir)
     clock = Clock({})
     watchdog = Watchdog(clock, config.run.warn_s, config.run.timeout_s, wait_s).start()
     moe_model.init_deepspeed()
     host_group()  # before set_group_timeouts()
+    if warning := open_store():
+        say(f"warning: {warning}")
     check_ranks_agree(config)
     set_seed(config.train.seed)
     return accelerator, clock, watchdog
@@ -579,7 +580,7 @@ def with_dtype(config: Config, record: dict | None) -> Config:
     if config.model.dtype != "auto":
         return config
     if record:
-        resolved = with_saved_dtype(config, record)
+        resolved = with_saved_choices(config, record)
         reason = "as in the checkpoint"
     else:
         on_gpu = torch.cuda.is_available()
@@ -590,6 +591,16 @@ def with_dtype(config: Config, record: dict | None) -> Config:
             reason = f"for a CPU that multiplies bfloat16 {moe_model.bfloat16_speedup():.1f} times as fast"
     say(f"model.dtype auto: {resolved.model.dtype} ({reason})")
     return resolved
+
+
+def with_date(config: Config, record: dict | None) -> Config:
+    """Return the settings with a date in place of data.date null: the checkpoint's, or rank 0's. Collective.
+
+    record: the state.json of the checkpoint to resume from.
+    """
+    config = with_saved_choices(config, record) if record else config
+    today = from_rank_0(datetime.now().date().isoformat())
+    return with_setting(config, "data.date", config.data.date or today)
 
 
 def with_sleep(config: Config) -> Config:
@@ -663,11 +674,12 @@ def load_shard(file: Path, trainer) -> None:
 
 
 # ---- judge, engine, trackers, signals ----
-def load_judge(settings: RewardSettings):
+def load_judge(config: Config):
     """Load the judge, or None if reward.judge is none. A generative judge runs in a second engine."""
+    settings = config.reward
     return build_judge(
         settings.judge, settings.judge_path, margin=settings.judge_margin, template=settings.judge_template,
-        template_args=settings.judge_chat_template_args,
+        template_args=settings.judge_chat_template_args, date=config.data.date,
     )  # fmt: skip
 
 

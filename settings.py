@@ -8,6 +8,7 @@ AlgorithmSettings. configure.py reads the command line and checks settings again
 setting at its default a run is plain GRPO.
 """
 
+import datetime
 import math
 import os
 import re
@@ -739,6 +740,11 @@ def list_of_sets(value):
 PromptSources = Annotated[list[PromptSource], BeforeValidator(list_of_sets)]
 
 
+def iso_date(value: object) -> str:
+    """Return a date of YAML or a text as YYYY-MM-DD; ValueError for anything else."""
+    return datetime.date.fromisoformat(str(value)).isoformat()
+
+
 class DataSettings(Section):
     """Training sets, held-out sets, and how rows become prompts."""
 
@@ -764,6 +770,11 @@ class DataSettings(Section):
     )
     chat_template_args: dict[str, Any] = setting(
         {}, "arguments of the chat template, for example {enable_thinking: false}"
+    )
+    date: Annotated[str, BeforeValidator(iso_date)] | None = setting(
+        None,
+        "date that a chat template writes, for example the templates of Llama 3.2 and Granite 3, as "
+        "2026-11-28; null: the day of the first launch, also after a resume",
     )
     tools: list[str] = setting(
         [],

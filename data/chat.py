@@ -1,15 +1,22 @@
 """Render lists of messages with the tokenizer's chat template, as the text that the policy continues."""
 
+import contextlib
 import functools
 import json
 import re
+import signal
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from data.formats import BadRow, half_a_character
 from runtime.launch import one_line
 
 ROLES = ("system", "user", "assistant")
 NOT_RENDERED = "whose messages cannot be rendered"
+MAX_RENDER_S = 10.0  # a template of a stranger may loop forever
+MAX_RENDERED_CHARS = 10**7
 LOADER_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
 
 
@@ -44,6 +51,36 @@ def special_tokens(tokenizer) -> list[str]:
     """List the special tokens, longest first, also those without a name (Llama 3: <|start_header_id|>)."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*tokenizer.all_special_tokens, *added}, key=lambda token: (-len(token), token))
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread after some seconds of a with block; no limit in other threads."""
+
+    def stop(number, frame):
+        raise TimeoutError(f"the chat template has not ended after {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+def reads_clock(tokenizer) -> bool:
+    """Tell whether the chat template may write the date, as those of Llama 3.2 and Granite 3 do."""
+    return "strftime_now" in str(getattr(tokenizer, "chat_template", None))
+
+
+def clock_of(tokenizer, date: str | None) -> dict:
+    """Return the argument that makes a template write this date; {} if the template writes none."""
+    is_fixed = date is not None and reads_clock(tokenizer)
+    return {"strftime_now": datetime.fromisoformat(date).strftime} if is_fixed else {}
 
 
 def is_messages(value) -> bool:
@@ -124,6 +161,7 @@ class ChatTemplate:
     args: dict = field(default_factory=dict)  # arguments of the template, for example enable_thinking
     tools: list[dict] = field(default_factory=list)  # JSON schemas of data.tools
     setting: str = "data.chat_template_args"  # that gave args, for errors
+    date: str | None = None  # data.date, which a template writes by strftime_now; None: the clock of the host
 
     @property
     def exists(self) -> bool:
@@ -151,6 +189,8 @@ class ChatTemplate:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
             text = self.text(messages)
+        except TimeoutError as error:
+            raise ValueError(f"{where}: {error}") from error
         except Exception as error:  # a template can raise errors of any type
             why = f"the chat template failed: {type(error).__name__}: {error}"
             raise BadRow(where, NOT_RENDERED, why) from error
@@ -159,6 +199,11 @@ class ChatTemplate:
     def text(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
         """Render messages as they are, with the tools; a template can raise errors of any type."""
         tools = {"tools": self.tools} if self.tools else {}
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **tools, **self.args
-        )
+        tools |= clock_of(self.tokenizer, self.date)
+        with time_limit(MAX_RENDER_S):
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **tools, **self.args
+            )
+        if len(text) > MAX_RENDERED_CHARS:
+            raise ValueError(f"the chat template writes {len(text):,} characters")
+        return text

@@ -276,7 +276,7 @@ class PromptMaker:
         """Resolve the columns and the default verifier of a dataset; ValueError if a column is missing."""
         columns = resolve_columns(source, tables)
         tools = schemas_of(data.tools)
-        renderer = ChatTemplate(tokenizer, data.system_prompt, data.chat_template_args, tools)
+        renderer = ChatTemplate(tokenizer, data.system_prompt, data.chat_template_args, tools, date=data.date)
         if data.chat == "always":
             renderer.check(source.path)
         allowed = {function for kind in allowed - {None} for function in functions_of(kind)}
@@ -486,6 +486,13 @@ class OfflineScore(NamedTuple):
     pass_rate: float  # in [0, 1], share of fully right completions
     mean_tokens: float  # mean completion length
     wrong_rate: float  # in [0, 1], share of fully wrong completions
+
+
+def date_of_scores(path, data_date: str | None = None) -> str:
+    """Return a hint for a message, if the prompts of a score file were rendered with another date."""
+    with open(path, encoding="utf-8") as file:
+        date = json.loads(file.readline()).get("date")
+    return "" if date in (None, data_date) else f"; its prompts hold the date {date}: set data.date={date}"
 
 
 def load_scores(path) -> dict[str, OfflineScore | None]:

@@ -18,9 +18,9 @@ with probability p^G + (1 - p)^G. Prompts that smaller models always solve can b
 [secondary: the stage, reported of arXiv 2512.07710; ours: how the pass rates are measured].
 
 The output is JSONL, read by load_scores of data/prompts.py. The first row is a header {model, samples,
-temperature, max_new_tokens, seed, dtype, kinds, stop, reward}, and digests of the files of your own
-functions (functions). Then follows one row per distinct prompt, in
-the order of the dataset:
+temperature, max_new_tokens, seed, dtype, kinds, stop, reward}, digests of the files of your own functions
+(functions), and the date, if the chat template writes it. Then follows one row per distinct prompt, in the
+order of the dataset:
     prompt_sha   SHA-256 of the text (with template), a zero byte and the answer
     pass_rate    share of fully right completions (reward 1) among the num_samples; null if num_samples is 0
     wrong_rate   share of fully wrong completions (reward 0); 1 - pass_rate if all rewards are 0 or 1
@@ -33,11 +33,13 @@ of prompts and of the number of ranks, up to rounding that depends on how vLLM b
 """
 
 import argparse
+import contextlib
 import fcntl
 import json
 import math
 import os
 import sys
+from datetime import datetime
 from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
@@ -48,12 +50,13 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from tqdm import tqdm
 
-from data.chat import load_tokenizer
+from data.chat import load_tokenizer, reads_clock
 from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
-from data.stream import chat_warnings, drop_overlong, dropped_line, seed_of, set_lines
+from data.stream import chat_warnings, digest_of_rows, drop_overlong, dropped_line, seed_of, set_lines
 from moe_model import checkpoint_shards, load_config, model_folder
 from reward import Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
+from runtime.agreement import check_inputs_agree, digests_of_input
 from runtime.checkpoint import digest_of_files
 from runtime.config import explain, merge, read_override
 from runtime.launch import join_ranks, leave, one_line, run
@@ -364,6 +367,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     add("--chat", choices=["auto", "always", "never"], help="render with the chat template (default: auto)")
     add("--system-prompt", help="system message for rendered prompts that lack one")
     add("--chat-template-args", metavar="YAML", help='for example "{enable_thinking: false}"')
+    add("--date", help="date that the chat template writes (default: the output's, or today)")
     add("--on-bad-row", choices=["stop", "drop"], help="stop at a bad row, or drop it (default: stop)")
 
 
@@ -420,6 +424,14 @@ def trailing_settings(args: argparse.Namespace) -> tuple[RewardSettings, list[st
     return sections["reward"], sections["rollout"].stop
 
 
+def date_of(output: Path) -> str:
+    """Return the date that a chat template writes into the prompts: of an earlier command, or today's."""
+    with contextlib.suppress(OSError, ValueError, AttributeError), output.open() as file:
+        if date := json.loads(file.readline()).get("date"):
+            return date
+    return datetime.now().date().isoformat()
+
+
 def header_of(args: argparse.Namespace, kinds: list[str]) -> dict:
     """Return the first row of the output: all that decides the scores, apart from the prompts."""
     header = {"model": f"{args.model_name} {model_digest(args.model)}"}
@@ -438,9 +450,14 @@ def header_of(args: argparse.Namespace, kinds: list[str]) -> dict:
 def main(args: argparse.Namespace) -> None:
     """Score all prompts that are missing in the output, and print a summary of the file."""
     join_ranks()
+    date = from_rank_0(args.data.date or date_of(args.output))
+    args.data = args.data.model_copy(update={"date": date})
     prompts, prompt_ids, tokenizer, notes = read_prompts(args)
+    rows_of_rank = {"--prompts": digest_of_rows(zip(prompts, prompt_ids))}
+    check_inputs_agree(digests_of_input("--model", args.model) | rows_of_rank)
     shas = [prompt_sha(prompt) for prompt in prompts]
     header = header_of(args, sorted({prompt.kind for prompt in prompts}))
+    header |= {"date": args.data.date} if reads_clock(tokenizer) else {}
     rows, file = open_output(args.output, header, shas) if dist.get_rank() == 0 else ([], None)
     num_done = from_rank_0(len(rows))
     if num_done < len(prompts):

@@ -6,12 +6,13 @@ import itertools
 import json
 from array import array
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from data.chat import ChatTemplate
+from data.chat import ChatTemplate, reads_clock
 from data.formats import BadRow
 from data.prompts import (
     DataSettings,
@@ -22,6 +23,7 @@ from data.prompts import (
     Row,
     check_data,
     check_disjoint,
+    date_of_scores,
     drop_or_stop,
     load_scores,
     load_set,
@@ -50,6 +52,7 @@ def keep_by_offline_scores(
         raise ValueError(
             f"zero_variance.offline_scores: {path} holds no pass rate of any training prompt: score the "
             "training prompts with data/score.py, using the template of the training run"
+            f"{date_of_scores(path)}"
         )
     indices = [
         i for i, score in enumerate(scores)
@@ -79,6 +82,17 @@ def digest_of(prompts: list[Prompt]) -> str:
         columns = json.dumps(prompt.columns, sort_keys=True)
         digest.update(f"{prompt_sha(prompt)}{prompt.kind}\0{columns}\0".encode())
     return digest.hexdigest()
+
+
+def digest_of_rows(rows: Iterable[tuple[Prompt, list[int]]]) -> str:
+    """Return the digest and the number of prompts with their token ids, for a comparison across ranks."""
+    digest = hashlib.sha256()
+    num_rows = 0
+    for prompt, ids in rows:
+        num_rows += 1
+        columns = json.dumps([prompt.kind, prompt.difficulty, prompt.columns], sort_keys=True)
+        digest.update(f"{prompt_sha(prompt)}{columns}".encode() + array("q", ids).tobytes())
+    return f"{digest.hexdigest()[:16]}, {num_rows:,} rows"
 
 
 def tokenize(prompts: list[Prompt], tokenizer) -> list[list[int]]:
@@ -113,15 +127,11 @@ class LoadedSets:
 
     def digests(self) -> dict[str, str]:
         """Return {set: number and digest of its prompts, with token ids and order}."""
-        hashes = defaultdict(hashlib.sha256)
-        counts: Counter[str] = Counter()
+        rows = defaultdict(list)
         for name, (prompts, prompt_ids) in self.by_name().items():
             for prompt, ids in zip(prompts, prompt_ids):
-                place = f"data.eval {name}" if name else f"data.train {prompt.source}"
-                columns = json.dumps([prompt.kind, prompt.difficulty, prompt.columns], sort_keys=True)
-                hashes[place].update(f"{prompt_sha(prompt)}{columns}".encode() + array("q", ids).tobytes())
-                counts[place] += 1
-        return {place: f"{hashes[place].hexdigest()[:16]}, {counts[place]:,} rows" for place in counts}
+                rows[f"data.eval {name}" if name else f"data.train {prompt.source}"].append((prompt, ids))
+        return {place: digest_of_rows(pairs) for place, pairs in rows.items()}
 
     def everyone(self) -> list[Prompt]:
         """Return the training prompts and all held-out prompts."""
@@ -295,6 +305,8 @@ def chat_warnings(data: DataSettings, tokenizer, sets: list[list[Prompt]]) -> li
             f"warning: the prompts of {', '.join(plain)} are plain text, though the tokenizer has a chat "
             "template; set data.chat=always to render the text, or data.chat=never if plain text is intended"
         )
+    if any_chat and data.date and reads_clock(tokenizer):
+        warnings.append(f"the chat template writes the date {data.date}, also after a resume (data.date)")
     unused = [name for name in ("system_prompt", "chat_template_args") if getattr(data, name)]
     if unused and not any_chat:
         warnings.append(f"warning: data.{' and data.'.join(unused)} has no effect, no prompt is rendered")

@@ -29,7 +29,7 @@ if [ -z "${PYTHON:-}" ]; then
     if [ -x .venv-gpu/bin/python ]; then PYTHON=.venv-gpu/bin/python; fi  # .venv holds the CPU stack
 fi
 torchrun() {  # Ctrl-C, or SIGTERM to torchrun, ends the run after its step and a checkpoint, within ten minutes
-    "$PYTHON" -m torch.distributed.run --nproc-per-node="$RANKS" --shutdown-timeout=600 "$@"
+    "$PYTHON" -m runtime.torchrun --nproc-per-node="$RANKS" --shutdown-timeout=600 "$@"
 }
 evaluate() {  # evaluate MODEL NAME: accuracy on the test questions, greedy and sampled, and a page of completions
     # shellcheck disable=SC2086  # EVAL is a list of options

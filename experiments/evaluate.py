@@ -697,7 +697,9 @@ def sleep_level(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     """Evaluate the model in a folder and write the output files. Collective."""
     from data.chat import load_tokenizer
+    from data.stream import digest_of_rows
     from moe_model import load_config
+    from runtime.agreement import check_inputs_agree, digests_of_input
     from runtime.checkpoint import digest_of_weights
 
     hf_config = load_config(folder)
@@ -705,6 +707,8 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     refuse_overwriting(args, settings.data.eval)
     tokenizer = load_tokenizer(folder)
     tasks, notes = load_tasks(settings, tokenizer, args.seed)
+    rows_of_rank = {"--data": digest_of_rows((task.prompt, task.prompt_ids) for task in tasks)}
+    check_inputs_agree(digests_of_input("--model", folder) | rows_of_rank)
     say("\n".join([*notes, *training_warnings(args.model, settings)]))
     seconds: dict[str, float] = {}
     start = time.perf_counter()

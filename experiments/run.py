@@ -117,7 +117,7 @@ def plan(args: argparse.Namespace) -> list[Run]:
 
 def command(run: Run, ranks: int) -> list[str]:
     """Return the command of a run, for the root as working directory."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    torchrun = [sys.executable, "-m", "runtime.torchrun", f"--nproc-per-node={ranks}"]
     return [*torchrun, str(run.script), *run.arguments]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import moe_model
 from batch import RolloutBatch
 from data.chat import load_tokenizer
-from data.prompts import load_scores, prompt_sha
+from data.prompts import date_of_scores, load_scores, prompt_sha
 from data.score import model_digest
 from extras.base import Extra, Launch
 from moe_model import num_experts_of
@@ -144,7 +144,7 @@ def load_confidences(launch: Launch) -> dict[str, dict[str, float]]:
         if missing := shas - scores.keys():
             raise ValueError(
                 f"teacher.scores: {path} lacks {len(missing):,} of {len(shas):,} training prompts: score all "
-                "of them with data/score.py, using the template of the training run"
+                f"of them with data/score.py, using the template of the training run{date_of_scores(path)}"
             )
         confidences[path] = {sha: score.pass_rate if score else 0.0 for sha, score in scores.items()}
     return confidences

@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import sys
 import time
 import uuid
@@ -142,13 +143,15 @@ def lock_run_dir(run_dir: Path) -> IO:
 
 
 def refuse_links(run_dir: Path) -> None:
-    """Raise ValueError for a symbolic link in run.dir, because writing would change another folder."""
-    for path in [*run_dir.iterdir(), *(run_dir / "model").glob("*")]:
-        if path.is_symlink():
-            raise ValueError(
-                f"run.dir: {path} is a symbolic link, and a run writes only inside its folder: remove the "
-                "link, or choose another run.dir (run.dir itself may be a link)"
-            )
+    """Raise ValueError for a link or a pipe in run.dir, because writing would change another file."""
+    for folder, folders, files in os.walk(run_dir):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise ValueError(
+                    f"run.dir: {path} is a symbolic link or a pipe, and a run writes only inside its folder: "
+                    "remove it, or choose another run.dir (run.dir itself may be a link)"
+                )
 
 
 @contextlib.contextmanager
@@ -467,7 +470,10 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str]
     if rank == 0:
         for unfinished in checkpoints.glob("step_*.tmp"):  # from killed runs
             shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier()
+
+    def make_folder() -> None:
+        if rank == 0:
+            partial.mkdir(parents=True)  # fails for a folder or a link that could not be removed
 
     def write_files() -> None:
         partial.mkdir(parents=True, exist_ok=True)
@@ -489,7 +495,7 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str]
 
     digests = {}
     known: dict[Path, str] = {}
-    problems = problems_of(write_files)
+    problems = problems_of(make_folder) or problems_of(write_files)
     if not problems:
         digests, problems = digests_of(partial, known)
     problems = problems or problems_of(write_record) or problems_of(publish)
@@ -635,6 +641,8 @@ def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
         counters = present_counters(record["state"]) if is_complete else {}
         if not is_complete or unknown_counters(counters):
             problem = [OTHER_VERSION]
+        elif wrong := wrong_counters(counters):
+            problem = [f"state.json: {wrong[0]} is {counters[wrong[0]]!r}, which no run writes"]
         elif has_changed:
             problem = ["state.json has changed since it was written"]
         else:
@@ -650,6 +658,18 @@ def unknown_counters(state: dict) -> set[str]:
     return counters | (state.get("stage", {}).keys() - {counter.name for counter in fields(StagePosition)})
 
 
+def wrong_counters(state: dict) -> list[str]:
+    """List the counters of a saved state that are no number, infinite, or below the value of a new run."""
+    starts = {counter.name: counter.default for counter in fields(TrainState)}
+    starts = {name: start for name, start in starts.items() if type(start) in (int, float)}
+    return [
+        name for name, start in starts.items()
+        if type(value := state.get(name, start)) not in (int, float, type(start))
+        or not start <= value < math.inf
+        or (type(start) is int and type(value) is not int)
+    ]  # fmt: skip
+
+
 def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
     """Return state.json of a checkpoint, and the problems of all files of the checkpoint. Collective."""
     record, problem = from_rank_0(read_state(checkpoint))
@@ -662,16 +682,17 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
     return record, problems
 
 
-def with_saved_dtype(config, record: dict):
-    """Return the settings with model.dtype of the checkpoint in place of auto.
+def with_saved_choices(config, record: dict):
+    """Return the settings with model.dtype and data.date of the checkpoint, if the settings leave them open.
 
-    The optimizer shards and the bits of the next step depend on the dtype. A resume therefore takes the saved
-    dtype, also on a machine with another processor.
+    The optimizer shards and the bits of the next step depend on the dtype, and prompts may hold the date. A
+    resume therefore takes the saved ones, also on a machine with another processor, and on another day.
     """
-    if config.model.dtype != "auto":
-        return config
-    model = config.model.model_copy(update={"dtype": record["topology"]["dtype"]})
-    return config.model_copy(update={"model": model})
+    saved_dtype = record["topology"]["dtype"] if config.model.dtype == "auto" else config.model.dtype
+    saved_date = config.data.date or record["config"]["data"].get("date")
+    model = config.model.model_copy(update={"dtype": saved_dtype})
+    data = config.data.model_copy(update={"date": saved_date})
+    return config.model_copy(update={"model": model, "data": data})
 
 
 def state_of(record: dict, config) -> TrainState:
@@ -717,7 +738,7 @@ def resumes_exactly(config, checkpoint: Path) -> bool:
 
 def misfit(config, checkpoint: Path, record: dict) -> str | None:
     """Return why a run with these settings cannot resume exactly from a checkpoint, or None."""
-    config = with_saved_dtype(config, record)
+    config = with_saved_choices(config, record)
     saved_topology = record["topology"]
     changed = [
         f"{name} {saved_topology[name]} -> {value}"

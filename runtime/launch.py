@@ -8,6 +8,7 @@ import os
 import re
 import select
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -18,6 +19,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
+
+from runtime.machine import check_machine, is_one_node
 
 Options = TypeVar("Options")
 FIRST_PROCESS = Path("/proc/1")
@@ -198,6 +201,7 @@ def run(
     for name, value in (single_process | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # deprecations inside libraries
+    stay_on_loopback()
     # On a GPU torch warns at every barrier that it takes the current device, which is the rank's.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     rank = int(os.environ["RANK"])
@@ -248,6 +252,44 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+def stay_on_loopback() -> None:
+    """Have gloo, NCCL and vLLM listen on loopback if all ranks share a node; the user's values have priority.
+
+    Their sockets have no password. Any host that reaches another interface could connect.
+    """
+    if is_one_node(os.environ) and "lo" in [name for _, name in socket.if_nameindex()]:
+        local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+        for name, value in local.items():
+            os.environ.setdefault(name, value)
+
+
+def connect(backends: str, timeout: timedelta) -> None:
+    """Initialise torch.distributed, one GPU per rank. Collective.
+
+    Without torchrun, rank 0 would open a store on all interfaces. Ranks of one node get a store on loopback
+    instead, and a single process gets a store without a socket.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    options = {}
+    if is_one_node(os.environ) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        rank = int(os.environ["RANK"])
+        num_ranks = int(os.environ["WORLD_SIZE"])
+        address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+        if num_ranks == 1:
+            store = dist.HashStore()
+        elif rank == 0:
+            listener = socket.create_server(address).detach()
+            store = dist.TCPStore(*address, num_ranks, True, timeout, master_listen_fd=listener)
+        else:
+            store = dist.TCPStore(*address, num_ranks, False, timeout)
+        options = {"store": store, "rank": rank, "world_size": num_ranks}
+    dist.init_process_group(backends, timeout=timeout, **options)
+
+
 def join_ranks() -> None:
     """Check this machine and initialise torch.distributed, one GPU per rank, for programs without a trainer.
 
@@ -255,12 +297,7 @@ def join_ranks() -> None:
     notices a rank that dies.
     """
     import torch
-    import torch.distributed as dist
-
-    from runtime.machine import check_machine
 
     check_machine()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backends, timeout=timedelta(days=1))
+    connect(backends, timedelta(days=1))

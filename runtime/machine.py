@@ -8,11 +8,13 @@ driver, and returns a line with cause and remedy, or None if all is well. The se
 and check_machine() raises the lines.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
 import shutil
 import socket
+import struct
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,6 +93,12 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     return version <= capability and (kind == "compute" or version[0] == capability[0])
 
 
+def is_one_node(environment: Mapping[str, str]) -> bool:
+    """Tell whether all ranks of the job run on this node."""
+    num_ranks = environment.get("WORLD_SIZE", "1")
+    return environment.get("LOCAL_WORLD_SIZE", num_ranks) == num_ranks
+
+
 def unreachable_address(address: str | None, environment: Mapping[str, str]) -> str | None:
     """Explain that gloo would tell ranks on other nodes an address of this node that only this node knows.
 
@@ -98,11 +106,9 @@ def unreachable_address(address: str | None, environment: Mapping[str, str]) -> 
     and 127.0.0.1 if the hostname has no address (createDefaultDevice() in torch's ProcessGroupGloo). address:
     of this node's hostname; None if it has none. Nodes on one machine (MASTER_ADDR 127.0.0.1) pass.
     """
-    num_ranks = environment.get("WORLD_SIZE", "1")
-    is_one_node = environment.get("LOCAL_WORLD_SIZE", num_ranks) == num_ranks
     is_one_machine = environment.get("MASTER_ADDR", "127.0.0.1").startswith(("127.", "localhost"))
     is_reachable = address is not None and not address.startswith("127.")
-    if is_one_node or is_one_machine or is_reachable or "GLOO_SOCKET_IFNAME" in environment:
+    if is_one_node(environment) or is_one_machine or is_reachable or "GLOO_SOCKET_IFNAME" in environment:
         return None
     return (
         f"the hostname of this node has {address or 'no address'}, where other nodes cannot reach the node: "
@@ -207,6 +213,39 @@ def check_address() -> None:
         address = None
     if line := unreachable_address(address, os.environ):
         raise ValueError(line)
+
+
+def listening_addresses() -> list[tuple[str, int]]:
+    """List the addresses and ports on which processes of this machine listen for TCP connections."""
+    addresses = []
+    for file, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
+        with contextlib.suppress(OSError):
+            for line in Path(file).read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                digits, port = local.split(":")
+                words = struct.pack(
+                    f"={len(digits) // 8}I", *(int(w, 16) for w in re.findall(".{8}", digits))
+                )
+                if state == "0A":  # TCP_LISTEN
+                    addresses.append((socket.inet_ntop(family, words), int(port, 16)))
+    return addresses
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether only this machine reaches an address of listening_addresses()."""
+    return address == "::1" or address.removeprefix("::ffff:").startswith("127.")
+
+
+def open_store() -> str | None:
+    """Warn of a job on one node whose store, opened by torchrun, listens on all interfaces."""
+    port = int(os.environ.get("MASTER_PORT", 0))
+    is_open = any(number == port and not is_loopback(address) for address, number in listening_addresses())
+    if not (is_one_node(os.environ) and is_open):
+        return None
+    return (
+        f"torchrun's store listens on all interfaces (port {port}) without a password; "
+        "`python -m runtime.torchrun` with the same arguments keeps it on this machine (docs/trust.md)"
+    )
 
 
 def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> None:

@@ -162,7 +162,7 @@ sys.exit(code)
 def python_stand_in() -> Iterator[Path]:
     """Provide a program that scripts start in place of Python; its runs are those of run().
 
-    It knows `SCRIPT ...`, `-m MODULE ...` and `-m torch.distributed.run --nproc-per-node=N ...`. A script in
+    It knows `SCRIPT ...`, `-m MODULE ...` and `-m runtime.torchrun --nproc-per-node=N ...`. A script in
     Python that is run with PYTHON_STAND_IN=FILE finds the program in sys.executable. Output comes at the end.
     """
     with tempfile.TemporaryDirectory() as folder, Listener(family="AF_UNIX") as listener:
@@ -188,7 +188,7 @@ def answer_clients(listener: Listener) -> None:
 
 def answer(client: Connection, arguments: list[str], environment: dict[str, str], cwd: str) -> None:
     num_ranks = 0
-    if arguments[:2] == ["-m", "torch.distributed.run"]:
+    if arguments[:2] == ["-m", "runtime.torchrun"]:
         options = list(itertools.takewhile(lambda word: word.startswith("--"), arguments[2:]))
         arguments = arguments[2 + len(options) :]
         (num_ranks,) = (int(word.split("=")[1]) for word in options if word.startswith("--nproc-per-node="))

@@ -5,15 +5,21 @@ import json
 import platform
 import shutil
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, train
+from conftest import ROOT, SMALL, torchrun, train
 from helpers import make_config, make_prompts
 from safetensors.torch import load_file, save_file
 
-from data.stream import LoadedSets
+import lifecycle
+from data import score
+from data.chat import ChatTemplate, load_tokenizer
+from data.prompts import date_of_scores, load_prompts
+from data.stream import LoadedSets, keep_by_offline_scores
 from lifecycle import input_files
 from runtime import agreement
 from runtime.agreement import (
@@ -179,3 +185,78 @@ def test_a_node_with_another_copy_of_an_input_stops_the_run(tmp_path, name):
     assert done.returncode != 0
     assert f"differs from rank 0 on {platform.node()} in {name} (digest " in done.stderr, done.stderr[-2000:]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# ---- the clock ---------------------------------------------------------------------------------------------
+CLOCK = "{{ strftime_now('%d') }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture
+def clock_model(tmp_path) -> Path:
+    """A copy of the demo's model whose chat template writes the day, as Llama 3.2 does."""
+    folder = make_node(tmp_path / "node") / "model"
+    (folder / "chat_template.jinja").write_text(CLOCK)
+    return folder
+
+
+def test_a_template_writes_the_date_of_the_settings(clock_model):
+    tokenizer = load_tokenizer(clock_model)
+    messages = [{"role": "user", "content": "1+1="}]
+    for date in ("2024-02-29", "1999-12-31"):
+        assert ChatTemplate(tokenizer, date=date).text(messages) == f"{date[-2:]}1+1="
+        options = {"tokenizer": tokenizer, "chat": "always", "date": date, "limit": 1}
+        (prompt,) = load_prompts(clock_model.parent / "train.jsonl", **options)
+        assert prompt.text.startswith(date[-2:])
+
+
+@pytest.mark.parametrize("value", ["2026-11-28", "20261128"])
+def test_a_date_has_one_spelling(value):
+    assert make_config(f"data.date={value}").data.date == "2026-11-28"
+
+
+@pytest.mark.parametrize("value", ["today", "2026-13-01", "[]"])
+def test_other_values_are_no_date(value):
+    with pytest.raises(ValueError, match="data.date"):
+        make_config(f"data.date={value}")
+
+
+def test_ranks_take_the_date_of_rank_0_and_a_resume_that_of_the_checkpoint(ranks):
+    fake = ranks(2)
+
+    def date(rank: int, *settings: str, record: dict | None = None) -> str:
+        with mock.patch.object(lifecycle, "datetime") as clock:
+            clock.now = lambda: datetime(2026, 11, 28 + fake.get_rank())
+            return lifecycle.with_date(make_config(*settings), record).data.date
+
+    assert fake.run(date) == ["2026-11-28"] * 2
+    assert fake.run(lambda rank: date(rank, "data.date=2020-01-01")) == ["2020-01-01"] * 2
+    record = {"topology": {"dtype": "float32"}, "config": {"data": {"date": "2025-05-05"}}}
+    assert fake.run(lambda rank: date(rank, record=record)) == ["2025-05-05"] * 2
+    record["config"]["data"] = {}  # of an earlier version
+    assert fake.run(lambda rank: date(rank, record=record)) == ["2026-11-28"] * 2
+
+
+def test_scores_of_another_date_are_named(tmp_path):
+    file = tmp_path / "scores.jsonl"
+    file.write_text(json.dumps({"model": "m", "kinds": [], "date": "2020-01-01"}) + "\n")
+    with pytest.raises(ValueError, match="data.date=2020-01-01"):
+        keep_by_offline_scores(make_prompts(2), str(file), 0, 1, False)
+    assert score.date_of(file) == "2020-01-01" and date_of_scores(file, "2020-01-01") == ""
+    assert score.date_of(tmp_path / "none") == datetime.now().date().isoformat()
+
+
+@pytest.mark.slow
+def test_a_resume_on_another_day_renders_the_same_prompts(clock_model, tmp_path):
+    nodes = clock_model.parent
+    settings = [
+        *SMALL, f"model.path={clock_model}", "data.eval=[]", "data.chat=always", "model.ep_size=1",
+        f"data.train=[{{path: {nodes}/train.jsonl}}]", f"run.dir={tmp_path}/run",
+        "rollout.prompts_per_step=4",
+    ]  # fmt: skip
+    first_day = (datetime.now(UTC) + timedelta(hours=23)).strftime("%d")
+    for steps, zone in ((1, "XXX-23"), (2, "XXX+23")):  # 46 hours apart
+        done = train(*settings, f"train.num_steps={steps}", ranks=1, start=torchrun, env={"TZ": zone})
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert "resumed from" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {1, 2} and {row["prompt"][:2] for row in rows} == {first_day}

@@ -464,10 +464,10 @@ def set_up_functions(monkeypatch) -> MagicMock:
     """Replace the functions that lifecycle.set_up() calls before the engine starts; the trackers fail."""
     functions = MagicMock()
     names = """
-    announce check_fixed_models check_ranks check_sizes connect_ranks is_finished
-    load_data load_judge load_tokenizer moe_model node_memory num_experts_of open_run_dir
+    announce check_fixed_models check_inputs_agree check_ranks check_sizes connect_ranks is_finished
+    input_files load_data load_judge load_tokenizer moe_model node_memory num_experts_of open_run_dir
     record_launch refuse_nonfinite_weights refuse_unknown_tokens start_engine start_interaction start_pool
-    start_trackers state_of with_dtype with_micro_batches
+    start_trackers state_of with_date with_dtype with_micro_batches
     """
     for name in names.split():
         monkeypatch.setattr(lifecycle, name, getattr(functions, name))
@@ -483,7 +483,7 @@ def test_a_tracker_that_fails_ends_the_run_before_the_engine_starts(tmp_path, on
     """For example wandb without a login; the engine of a large model takes minutes."""
     config = make_config(f"run.dir={tmp_path}")
     set_up_functions.state_of.return_value = TrainState(step=3)
-    set_up_functions.with_dtype.return_value = config
+    set_up_functions.with_date.return_value = config
     set_up_functions.with_micro_batches.return_value = [config]
     with pytest.raises(ValueError, match="no login"):
         lifecycle.set_up(config)
@@ -501,7 +501,7 @@ def test_the_stage_decides_whether_a_launch_begins_with_an_evaluation(
     config = make_config(f"run.dir={tmp_path}", "eval.every=20")
     configs = [make_config(f"run.dir={tmp_path}", f"eval.every={every}") for every in (10, 15)]
     set_up_functions.state_of.return_value = TrainState(step=10, stage=StagePosition(number=number))
-    set_up_functions.with_dtype.return_value = config
+    set_up_functions.with_date.return_value = config
     set_up_functions.with_micro_batches.return_value = configs
     set_up_functions.load_data.return_value = (MagicMock(eval_sets=sets), [], [])
     with pytest.raises(ValueError, match="no login"):

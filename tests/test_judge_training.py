@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from helpers import make_config
 
 import lifecycle
 import train_rl
@@ -49,7 +50,8 @@ def test_a_generative_judge_asks_the_question_of_the_settings():
     settings = RewardSettings(
         judge="generative", judge_path="tests.helpers:make_prompts", judge_template=QUESTION
     )
-    assert lifecycle.load_judge(settings).template == QUESTION
+    config = make_config().model_copy(update={"reward": settings})
+    assert lifecycle.load_judge(config).template == QUESTION
 
 
 # ---- judges that cannot write a verdict --------------------------------------------------------------------

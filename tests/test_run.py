@@ -169,7 +169,7 @@ def test_the_second_end_token_of_the_generation_config_ends_completions_and_is_s
 
 
 def start_torchrun(command: list[str]) -> subprocess.Popen:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [sys.executable, "-m", "runtime.torchrun", "--nproc-per-node=2"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen([*launcher, "train_rl.py", *command], cwd=ROOT, **quiet)
 

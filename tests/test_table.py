@@ -685,7 +685,7 @@ def test_the_commands_of_a_dry_run(monkeypatch, capsys):
     options = ["--rows", "environments/tiny.yaml", "--seeds", "3", "--out", "../runs/none", "--dry-run"]
     assert run.main([*options, "--ranks", "2", "train.num_steps=2"]) == 0
     assert capsys.readouterr().out.split() == [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train_rl.py",
+        sys.executable, "-m", "runtime.torchrun", "--nproc-per-node=2", "train_rl.py",
         "--config", "experiments/environments/tiny.yaml", "run.dir=runs/none/tiny/seed_3", "train.seed=3",
         "model.ep_size=2", "train.num_steps=2",
     ]  # fmt: skip

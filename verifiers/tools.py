@@ -11,6 +11,8 @@ import functools
 import inspect
 import json
 import math
+import types
+import typing
 from dataclasses import dataclass
 
 from verifiers.own import explain, load_function, printable
@@ -70,6 +72,7 @@ class ToolCall(Task[ToolResult]):
         try:
             function = load_function(self.kind)
             bound = inspect.signature(function.call).bind(**json.loads(self.arguments))
+            refuse_other_types(function.call, bound.arguments)
             is_python = function.call is python
             call = functools.partial(run_python, **worker.code_limits) if is_python else function.call
             result = call(*bound.args, **bound.kwargs)
@@ -77,6 +80,34 @@ class ToolCall(Task[ToolResult]):
         except Exception as error:  # tools raise anything, for example MemoryError or RecursionError
             return ToolResult(status="error", detail=cut(explain(error), self.max_chars))
         return ToolResult(cut(text, self.max_chars))
+
+
+def refuse_other_types(call, arguments: dict) -> None:
+    """Raise ValueError for an argument of another type than its parameter's, for example NaN for an int."""
+    hints = typing.get_type_hints(call)
+    for name, value in arguments.items():
+        if name in hints and not fits(value, hints[name]):
+            shown = printable(repr(value))[:80]
+            raise ValueError(f"{name} is {shown}, not {getattr(hints[name], '__name__', hints[name])}")
+
+
+def fits(value, hint) -> bool:
+    """Tell whether a value of JSON has the type of a hint; hints beyond JSON accept every value."""
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
+    if origin is typing.Literal:
+        return value in inner
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, inner[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(item, inner[1]) for item in value.values())
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if hint in (int, str, bool, list, dict, type(None)):
+        return type(value) is hint
+    return True
 
 
 def text_of(result) -> str:

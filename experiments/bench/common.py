@@ -81,7 +81,7 @@ def endless_model(folder: Path, model: Path = TINY) -> Path:
 # ------------------------------------------------------------------------------------------------------------
 def torchrun(num_ranks: int) -> list[str]:
     """Return the start of a command that launches a script, or -m and a module, on local ranks."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return [sys.executable, "-m", "runtime.torchrun", f"--nproc-per-node={num_ranks}"]
 
 
 def run_ranks(module: str, num_ranks: int, argv: list[str]):

@@ -61,7 +61,7 @@ def prepare(out: Path) -> list[str]:
 
 def train(*settings: str) -> int:
     """Run train_rl.py on two ranks; return the exit code."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "runtime.torchrun", "--nproc-per-node=2"]
     return subprocess.run([*command, "train_rl.py", *settings], cwd=ROOT, capture_output=True).returncode
 
 
