@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from runtime.config import differences
 from runtime.provenance import versions_of
-from runtime.user_files import user_file_digests
+from runtime.user_files import user_file_digests, user_module_digests
 
 # A module whose path contains one of these belongs to Python or a library, not to the project.
 INSTALLED = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
@@ -92,7 +92,7 @@ def check_ranks_agree(config) -> None:
     Compares all settings except run.dir, the loaded source files of the project, the user's files
     (runtime/user_files.py), and the versions of Python and of the libraries that affect results.
     """
-    code = code_of() | user_file_digests(config)
+    code = code_of() | user_file_digests(config) | user_module_digests(config)
     record = {"settings": config.model_dump(mode="json"), "code": code, "versions": versions_of()}
     refuse_difference(record, difference_from, "Start every node with the same command and the same checkout")
 

@@ -29,6 +29,7 @@ from runtime.agreement import (
     difference_from,
     digests_of_input,
 )
+from runtime.user_files import user_module_digests
 
 START = ROOT / "experiments" / "starts" / "tiny"
 
@@ -72,6 +73,16 @@ def test_the_compared_code_is_the_projects_own():
     assert code["runtime/agreement.py"] == hashlib.sha256(Path(agreement.__file__).read_bytes()).hexdigest()
     assert not [name for name in code if "site-packages" in name or name.startswith(".venv")]
     assert all((ROOT / name).is_file() for name in code if name.endswith(".py") and "/" in name)
+
+
+def test_modules_of_the_user_are_compared(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards_of_a_node.py").write_text("def score(completion): return 1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["my_rewards_of_a_node:score", "no_such_module:score"]
+    config = make_config(f"reward.functions=[{', '.join(names)}]")
+    assert user_module_digests(config).keys() == {names[0]}
+    (first,) = user_module_digests(config).values()
+    assert first == hashlib.sha256((tmp_path / "my_rewards_of_a_node.py").read_bytes()).hexdigest()[:16]
 
 
 # ---- inputs ------------------------------------------------------------------------------------------------
