@@ -420,6 +420,14 @@ class EvalSettings(Section):
         per_stage="largest",
         ge=1,
     )
+    num_texts: int = setting(
+        8,
+        "keep the completions of this many prompts of each set at every evaluation, with reference and "
+        "verdict, in eval_samples.jsonl; 0: none",
+        on_resume="free",
+        ge=0,
+        le=10**6,
+    )
 
 
 # ============================================================================================================
@@ -1011,6 +1019,31 @@ class RunSettings(Section):
     )
 
 
+class TrackingSettings(Section):
+    """Where the trackers of run.trackers file a run; TensorBoard, which writes into run.dir, ignores them."""
+
+    project: str | None = setting(
+        None,
+        "project, or experiment in mlflow; null: the tracker's own variable, for example WANDB_PROJECT, else "
+        "the last part of run.dir",
+        on_resume="free",
+        min_length=1,
+    )
+    entity: str | None = setting(
+        None,
+        "account or team that owns the project, for wandb and swanlab; null: the tracker's default",
+        on_resume="free",
+        min_length=1,
+    )
+    name: str | None = setting(
+        None,
+        "name of the run; null: the tracker's default, for example WANDB_NAME",
+        on_resume="free",
+        min_length=1,
+    )
+    tags: list[str] = setting([], "tags of the run, for wandb, swanlab and clearml", on_resume="free")
+
+
 class HandOver(Section):
     """The rule that ends a stage: the next stage begins when the first of these limits is reached."""
 
@@ -1063,6 +1096,7 @@ class Config(Section):
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     run: RunSettings = RunSettings()
+    tracking: TrackingSettings = TrackingSettings()
     stages: list[Stage] = setting(
         [], "parts of the run, in their order, each with settings of its own (docs/stages.md); []: one stage"
     )

@@ -7,12 +7,12 @@ A YAML file may name other files as its base, and overrides their values:
 
 This file reads settings, explains errors and prints the help for any schema; the sections are defined in
 other files. A duplicate key, an unknown key and a wrong type are errors that name the setting; the error
-about an unknown key suggests the nearest name.
+about an unknown key names the right one if there is one.
 """
 
 import argparse
-import difflib
 import json
+import math
 import operator
 import os
 import re
@@ -33,7 +33,8 @@ from pydantic import (
 )
 from pydantic_core import to_json
 
-from runtime.old_settings import NAMES_ELSEWHERE, present_settings, successor_of
+from runtime.names_elsewhere import entry_of
+from runtime.old_settings import present_settings, successor_of
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -330,8 +331,7 @@ def mark(info, name: str) -> object:
 def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -> str:
     """Describe every wrong setting: the dotted name, the error, and for an unknown name the right one.
 
-    A setting of an earlier version gets its successor, any other unknown name the nearest one. prefix: put in
-    front of every name.
+    A setting of an earlier version gets its successor. prefix: put in front of every name.
     """
     lines = []
     wrong = wrong_settings(error)
@@ -341,8 +341,7 @@ def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -
             old = name if item["type"] == "extra_forbidden" else f"{name} {item['input']!r}"
             lines.append(f"{prefix}{old}: of an earlier version, now {successor}")
         elif item["type"] == "extra_forbidden":
-            near = nearest_setting(name, schema)
-            lines.append(f"{prefix}{name}: unknown setting, did you mean {near}?")
+            lines.append(f"{prefix}{name}: {advice(name, schema)}")
         else:
             message = lowered(item["msg"].removeprefix("Value error, "))
             info = setting_fields(schema).get(name)
@@ -353,16 +352,70 @@ def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -
     return "; ".join(lines + more)
 
 
-def nearest_setting(name: str, schema: type[BaseModel]) -> str:
-    """Return the setting for a name of another library, else the nearest name; an equal last part wins."""
-    parts = name.split(".")[::-1]
+def advice(name: str, schema: type[BaseModel]) -> str:
+    """Describe what to write in place of an unknown setting: a setting, or why there is none.
+
+    Names of other libraries come from their table (runtime/names_elsewhere.py). Similarity proposes near
+    misses only, because a setting that merely resembles the name would do something else.
+    """
     names = [*setting_fields(schema), *schema.model_fields]
-    translated = [NAMES_ELSEWHERE[part] for part in parts if NAMES_ELSEWHERE.get(part) in names]
-    if translated:
-        return translated[0]  # also by a group, for example filter_groups.enable
-    same_leaf = [candidate for candidate in names if candidate.rsplit(".", 1)[-1] == parts[0]]
-    (near,) = difflib.get_close_matches(name, same_leaf or names, n=1, cutoff=0.0)
-    return near
+    ours, note = entry_of(name) or ("", "")
+    if ours is None:
+        return f"unknown setting, no counterpart ({note})"
+    if ours in names:
+        return f"unknown setting, did you mean {ours}?{f' ({note})' if note else ''}"
+    if near := near_misses(name, names):
+        return f"unknown setting, did you mean {' or '.join(near)}?"
+    section = re.split(r"[.\[]", name)[0]
+    where = f"--help {section}" if section in schema.model_fields else "--help"
+    return f"unknown setting; {where} lists what there is"
+
+
+MAX_PROPOSALS = 3
+
+
+def near_misses(name: str, names: list[str]) -> list[str]:
+    """Return the nearest of the names whose last part differs by a typing error at most; [] for none or many.
+
+    The part before must be near as well, or one of our own, or missing, unless the last part is unmistakable
+    (it has an underscore). For example trian.seed and seed lead to train.seed, and ema.coef to nothing.
+    """
+
+    def split(dotted: str) -> tuple[str, str]:
+        section, _, leaf = re.sub(r"\[\d*\]|\.\d+(?=\.)", "", dotted).rpartition(".")
+        return section, leaf
+
+    section, leaf = split(name)
+    sections = {split(candidate)[0] for candidate in names}
+    distances = {}
+    for candidate in names:
+        own_section, own_leaf = split(candidate)
+        is_same_place = section == own_section or section.endswith(f".{own_section}")
+        edits = 0 if is_same_place or not section else num_edits(section, own_section)
+        of_section = edits if edits <= max_edits(section) else math.inf
+        has_place = of_section < math.inf or section in sections or "_" in leaf
+        if has_place and num_edits(leaf, own_leaf) <= max_edits(leaf):
+            distances[candidate] = (num_edits(leaf, own_leaf), of_section)
+    nearest = [name for name, distance in distances.items() if distance == min(distances.values())]
+    return nearest if len(nearest) <= MAX_PROPOSALS else []
+
+
+def max_edits(text: str) -> int:
+    """Return the number of edits that a typing error may have: one in four characters, at most two."""
+    return min(2, len(text) // 4)
+
+
+def num_edits(a: str, b: str) -> int:
+    """Count the letters to insert, remove, replace or swap with a neighbour on the way from a to b."""
+    rows = [list(range(len(b) + 1))]
+    for i, x in enumerate(a, start=1):
+        row = [i]
+        for j, y in enumerate(b, start=1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (x != y)))
+            if i > 1 and j > 1 and (x, y) == (b[j - 2], a[i - 2]):
+                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def lowered(message: str) -> str:
@@ -428,10 +481,9 @@ class HelpAction(argparse.Action):
             print(settings_help(self.schema, section))
         else:
             sections = list(self.schema.model_fields)
-            (near,) = difflib.get_close_matches(section, sections, n=1, cutoff=0.0)
-            parser.error(
-                f"--help {section}: unknown section, did you mean {near}? Sections: {', '.join(sections)}"
-            )
+            near = near_misses(section, sections)
+            proposal = f", did you mean {' or '.join(near)}?" if near else "."
+            parser.error(f"--help {section}: unknown section{proposal} Sections: {', '.join(sections)}")
         parser.exit()
 
 

@@ -240,6 +240,14 @@ def test_each_choice_is_a_default_or_in_a_yaml_or_has_a_reason():
         ("data.trian=[{path: x}]", "data.trian", "data.train"),
         ("data.eval=[{path: x, lmit: 1}]", "data.eval[].lmit", "data.eval[].limit"),
         ("data.eval=[{path: x}, {path: y, lmit: 1}]", "data.eval.1.lmit", "data.eval[].limit"),
+        ("trian.sede=1", "trian.sede", "train.seed"),
+        ("actor_rollout_ref.model.path=x", "actor_rollout_ref.model.path", "model.path"),
+        ("algorithm.filter_groups.enable=1", "algorithm.filter_groups.enable", "zero_variance.refill"),
+        ("rollout.val_kwargs.n=1", "rollout.val_kwargs.n", "eval.num_samples"),
+        ("critic.optim.lr=1", "critic.optim.lr", "no counterpart"),
+        ("reward_model.model.path=x", "reward_model.model.path", "reward.judge_path"),
+        ("rollout.engine_kwargs.vllm.x=1", "rollout.engine_kwargs.vllm.x", "no counterpart"),
+        ("gpu_memory_utilization=0.8", "gpu_memory_utilization", "GiB"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(setting, name, near, write):
@@ -250,6 +258,17 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(setting, name, near, wr
         value = f"{{{part}: {value}}}"
     write(value, "base.yaml")
     assert error_of(file=write(value)) == error_of(file=write("base: base.yaml")) == message
+
+
+@pytest.mark.parametrize(
+    "name",
+    "ema.coef rollout.path path adapter.path lora2.name algorithm.entropy_weight rollout.beam_width "
+    "train.foo algorithm.clip_coef train.momentum rollout.max_length reward.scale train.epsilon2 "
+    "x run.q optim train.warm algorithm.reward_baseline".split(),
+)
+def test_a_name_that_resembles_a_setting_by_accident_gets_no_proposal(name):
+    message = error_of(f"{name}=1")
+    assert message.startswith(f"{name}: unknown setting;") and "--help" in message
 
 
 def test_all_wrong_settings_are_named_at_once():

@@ -20,7 +20,7 @@ from configure import check_config
 from experiments import evaluate, plan
 from experiments.bench import gpu_engine, gpu_kernels
 from runtime.config import free_on_resume, setting_fields
-from runtime.old_settings import NAMES_ELSEWHERE
+from runtime.names_elsewhere import NAMES_ELSEWHERE, TABLE, entry_of
 from tests import preloaded
 from tests.patience import limit
 
@@ -208,34 +208,44 @@ def test_the_code_in_the_readme_is_that_of_the_method():
 
 def table_rows() -> list[list[str]]:
     """List the rows of the table of names: [our names, names in TRL, names in verl]."""
-    lines = [line for line in FROM_OTHERS.read_text().splitlines() if line.startswith("| `")]
+    text = FROM_OTHERS.read_text().partition("## Names\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert all(len(row) == 4 for row in cells), "the table of names has four columns"
     return [[re.findall(r"`([\w.\[\]]+)`", cell) for cell in row[:3]] for row in cells]
 
 
-def test_the_table_and_the_errors_have_the_same_names():
-    """An error names the first setting of the row that contains a foreign name, for example lr."""
-    in_table = {}
+def test_the_page_and_the_table_of_names_agree():
+    """Rows of the page are a part of the table; a name that is a setting of ours leads to this setting."""
     for settings, *foreign in table_rows():
-        in_table |= dict.fromkeys((name.rsplit(".", 1)[-1] for name in sum(foreign, [])), settings[0])
-    renamed = {name: setting for name, setting in in_table.items() if name not in LEAVES}
-    assert {name: NAMES_ELSEWHERE.get(name) for name in renamed} == renamed
-    assert set(NAMES_ELSEWHERE) <= set(in_table)
-    same = {name: setting for name, setting in in_table.items() if name in LEAVES}
-    assert all(setting.rsplit(".", 1)[-1] == name for name, setting in same.items()), same
+        for name in sum(foreign, []):
+            leaf = name.rsplit(".", 1)[-1]
+            ours, _ = entry_of(name) or (settings[0], "")
+            assert ours == settings[0] and (leaf not in LEAVES or ours.endswith(f".{leaf}")), name
+    page = FROM_OTHERS.read_text()
+    absent = [row for row in TABLE if row[0] is None]
+    rows = [
+        "| " + ", ".join(f"`{name}`" for name in names.split()) + f" | {why} |" for _, names, why in absent
+    ]
+    assert [row for row in rows if row not in page] == []
 
 
 def test_foreign_names_lead_to_settings_and_are_no_settings():
-    assert set(NAMES_ELSEWHERE.values()) <= set(SETTINGS)
+    assert {ours for ours, _, _ in TABLE} - {None} <= set(SETTINGS) and len(NAMES_ELSEWHERE) >= 230
+    assert len(NAMES_ELSEWHERE) == sum(len(names.split()) for _, names, _ in TABLE), "a name stands twice"
     assert not set(NAMES_ELSEWHERE) & LEAVES, "an error finds our own names by similarity"
 
 
-@pytest.mark.parametrize("name, setting", NAMES_ELSEWHERE.items())
-def test_an_error_names_our_setting(name, setting):
-    for written in (name, f"train.{name}", f"{name}.enable", f"algorithm.{name}.path"):
-        with pytest.raises(ValueError, match=re.escape(f"{setting}?")):
+@pytest.mark.parametrize("name, entry", NAMES_ELSEWHERE.items())
+def test_an_error_names_our_setting_or_says_why_there_is_none(name, entry):
+    setting, note = entry
+    plain = name.removesuffix(".*")
+    for written in (plain, f"train.{plain}", f"{plain}.zzz", f"algorithm.{plain}.zzz"):
+        with pytest.raises(ValueError) as caught:
             train_rl.load_config([f"{written}=1"])
+        message = str(caught.value)
+        assert note in message and (f"did you mean {setting}?" if setting else "no counterpart") in message
+        assert setting or "did you mean" not in message
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", FROM_OTHERS, ROAD], ids=lambda page: page.stem)
