@@ -25,6 +25,7 @@ from runtime.config import (
 )  # fmt: skip
 from runtime.learning_rate import learning_rate
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
+from runtime.tracking import tracking_warnings
 from settings import HOOKS, Config
 from verifiers.kinds import functions_of, is_kind
 
@@ -240,7 +241,8 @@ def rollout_contradictions(config: Config) -> Iterator[str]:
 def config_warnings(config: Config) -> list[str]:
     """List legitimate but unusual combinations, to be printed once at the start."""
     of_extras = [warning for extra in active(config) for warning in extra.warnings(config)]
-    return [*loss_warnings(config), *elimination_warnings(config), *timeout_warnings(config), *of_extras]
+    warnings = (loss_warnings, elimination_warnings, timeout_warnings, tracking_warnings)
+    return [*(text for warn in warnings for text in warn(config)), *of_extras]
 
 
 def loss_warnings(config: Config) -> Iterator[str]:

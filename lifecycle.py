@@ -29,7 +29,6 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -86,12 +85,12 @@ from runtime.checks import (
     warn_of_idle_steps,
     warn_of_unreadable_answers,
 )
-from runtime.config import flat_settings
 from runtime.launch import Signals, Stopped, connect
 from runtime.machine import check_address, check_gpus, check_machine, device_of_rank, open_store
 from runtime.memory import NodeMemory, node_memory, trainer_bytes
 from runtime.metrics import (
     Clock,
+    append_rows,
     console_line,
     effective_sample_size,
     log_metrics,
@@ -100,12 +99,14 @@ from runtime.metrics import (
     rollout_metrics,
     schedule_metrics,
     straggler,
+    time_left,
     turn_metrics,
     warn_once,
 )
 from runtime.schedule import from_rank_0, host_group
 from runtime.stages import StagePosition, end_of_stage, place_of
 from runtime.summary import figure, plot_curves, print_summary, write_summary
+from runtime.tracking import MAX_SENT, check_trackers, send_texts, start_trackers
 from runtime.watchdog import MARGIN_S, Watchdog
 from settings import Config, HandOver, TrainSettings
 from verifiers.kinds import ENVIRONMENT
@@ -283,7 +284,9 @@ def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
     wait_s = setup_timeout_s(config)
     on_gpu = torch.cuda.is_available()
     connect("nccl" if on_gpu else "gloo", timedelta(seconds=wait_s + MARGIN_S))
-    accelerator = Accelerator(cpu=not on_gpu, log_with=config.run.trackers, project_dir=config.run.dir)
+    accelerator = Accelerator(
+        cpu=not on_gpu, log_with=config.run.trackers or None, project_dir=config.run.dir
+    )
     clock = Clock({})
     watchdog = Watchdog(clock, config.run.warn_s, config.run.timeout_s, wait_s).start()
     moe_model.init_deepspeed()
@@ -722,32 +725,6 @@ def announce(
         say(f"{memory_line}; micro-batches of {most_tokens:,} tokens")
 
 
-def check_trackers(config: Config) -> None:
-    """Raise ValueError for a tracker that accelerate does not know or that is not installed."""
-    available = [str(tracker) for tracker in get_available_trackers()]
-    for name in config.run.trackers:
-        if name not in available:
-            raise ValueError(
-                f"run.trackers: {name} is not installed, or accelerate has no such tracker; available: "
-                f"{', '.join(available)}"
-            )
-
-
-def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:
-    """Start the trackers of run.trackers; TensorBoard discards its records of later steps than `step`."""
-    settings = {name: str(value) for name, value in flat_settings(config.model_dump(mode="json")).items()}
-    started = []
-    for name in config.run.trackers:  # one by one: TensorBoard uses the project's name as its folder
-        accelerator.log_with = [name]
-        accelerator.trackers = []  # init_trackers() appends, and starts all that are in the list
-        if name == "tensorboard":
-            accelerator.init_trackers(name, init_kwargs={name: {"purge_step": step + 1}})
-        else:
-            accelerator.init_trackers(Path(config.run.dir).name, config=settings)
-        started += accelerator.trackers
-    accelerator.trackers = started
-
-
 def progress_bar(config: Config, state: TrainState) -> tqdm:
     """Return the progress bar over the steps of the run, visible on rank 0 only."""
     return tqdm(
@@ -875,6 +852,31 @@ def prompt_outcomes(verdicts: list[Verdict], eval_sets: EvalSets, config: Config
     return {name: [round(value, 4) for _, value in of_name] for name, of_name in pairs.items()}
 
 
+def evaluation_texts(run: Run, completions: list[Completion], verdicts: list[Verdict]) -> list[dict]:
+    """Return rows of the greedy completions of the first eval.num_texts prompts of each set. Collective."""
+    rows = []
+    for name, indices, place in places_of_sets(run.eval_sets, run.config.eval.num_samples):
+        stride = 1 + run.config.eval.num_samples
+        for i, completion, verdict in zip(indices, completions[place][::stride], verdicts[place][::stride]):
+            if i < run.config.eval.num_texts:
+                prompt = run.eval_sets[name][0][i]
+                text = run.tokenizer.decode(completion.token_ids)
+                row = {
+                    "step": run.state.step,
+                    "source": name,
+                    "prompt_index": i,
+                    "sample": 0,
+                    "temperature": 0,
+                }
+                row |= {key: getattr(prompt, key) for key in ("answer", "kind", "difficulty")}
+                row |= {"prompt": prompt.text, "completion": text, **asdict(verdict)}
+                length = len(completion.token_ids)
+                rows.append(row | {"num_tokens": length, "finish_reason": completion.finish_reason})
+    gathered: list[list[dict]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, rows)
+    return sorted(sum(gathered, []), key=lambda row: (row["source"], row["prompt_index"]))
+
+
 def log_evaluation(run: Run, completions: list[Completion]) -> None:
     """Record and log the result of an evaluation; outcomes.json holds it prompt by prompt. Collective."""
     verdicts = verdicts_of(completions)
@@ -883,10 +885,13 @@ def log_evaluation(run: Run, completions: list[Completion]) -> None:
     sets = {name: digest_of(prompts) for name, (prompts, _) in run.eval_sets.items()}
     run.state.add_evaluation(metrics, run.rule, sets)
     outcomes = prompt_outcomes(verdicts, run.eval_sets, run.config)
+    texts = evaluation_texts(run, completions, verdicts)
     if dist.get_rank() == 0:
         file = Path(run.config.run.dir) / "outcomes.json"
         with writing(file):
             file.write_text(json.dumps({"step": run.state.step, "outcomes": outcomes}))
+        append_rows(file.with_name("eval_samples.jsonl"), texts)
+        send_texts(run.accelerator, texts[:MAX_SENT], "evaluation", run.state.step)
     log_metrics(run.accelerator, run.config, run.state, metrics)
 
 
@@ -1004,7 +1009,7 @@ def log_step(
     run.progress.update()
     is_shown = state.step % config.run.log_every == 0
     if is_shown:
-        say(console_line(state, metrics))
+        say(console_line(state, metrics, time_left(config, state)))
     warn_of_unreadable_answers(metrics, state.step)
     warn_of_idle_steps(metrics, state)
     with run.clock("log"):

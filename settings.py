@@ -421,9 +421,9 @@ class EvalSettings(Section):
         ge=1,
     )
     num_texts: int = setting(
-        8,
-        "keep the completions of this many prompts of each set at every evaluation, with reference and "
-        "verdict, in eval_samples.jsonl; 0: none",
+        16,
+        "keep the greedy completions of the first N prompts of each set at every evaluation, with reference "
+        "and verdict, in eval_samples.jsonl; 0: none",
         on_resume="free",
         ge=0,
         le=10**6,

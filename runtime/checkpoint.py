@@ -1,6 +1,7 @@
 """Manage the folder of a run: lock it, record settings and source code, write and find checkpoints.
 
-    config.yaml  versions.json  source/  metrics.jsonl  samples.jsonl  outcomes.json  tensorboard/
+    config.yaml  versions.json  source/  metrics.jsonl  samples.jsonl  eval_samples.jsonl
+    outcomes.json  tensorboard/
     checkpoints/step_N/
 
 This file is independent of the model. To save, pass a function that writes one rank's files into a folder
@@ -211,7 +212,7 @@ def keep_earlier_record(run_dir: Path) -> Path | None:
     folders = (run_dir / f"earlier_{number}" for number in itertools.count(1))
     backup = next(folder for folder in folders if not folder.exists())
     backup.mkdir()
-    logs = ("metrics.jsonl", "samples.jsonl", "outcomes.json", "tensorboard")
+    logs = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "outcomes.json", "tensorboard")
     for name in (*logs, "versions.json", "source", "config.yaml"):
         if (run_dir / name).exists():
             (run_dir / name).rename(backup / name)
@@ -246,7 +247,7 @@ def prepare_run_dir(
         versions |= {"earlier": earlier} if earlier else {}
         write_text(run_dir / "versions.json", json.dumps(versions, indent=1))
     (run_dir / "summary.json").unlink(missing_ok=True)  # an earlier, shorter run may have written one
-    for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
+    for file in (run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "eval_samples")):
         drop_redone_rows(file, record["state"] if record else None, evaluates)
 
 
@@ -360,7 +361,7 @@ def is_redone(row: dict, state: dict, evaluates: bool) -> bool:
     evaluates: the run begins with an evaluation. If not, the last evaluation is kept. Example: a finished run
     gets more steps, and the longer run does not evaluate at the old last step.
     """
-    is_evaluation = any(name.startswith("eval/") for name in row)
+    is_evaluation = "sample" in row or any(name.startswith("eval/") for name in row)
     return row["step"] > (state["evaluated_step"] if is_evaluation and evaluates else state["step"])
 
 

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +24,7 @@ from tqdm import tqdm
 from batch import Completion, Group, GroupOutcome, RolloutBatch, Turn, verdicts_of
 from runtime.checkpoint import TrainState, writing
 from runtime.summary import figure
+from runtime.tracking import send_histogram, send_metrics
 from settings import Config
 
 MAX_LOG_WEIGHT = 40.0  # the square of a larger weight would overflow float32
@@ -465,17 +465,10 @@ def log_metrics(accelerator, config: Config, state: TrainState, metrics: dict) -
         path = Path(config.run.dir) / "metrics.jsonl"
         with writing(path), path.open("a") as file:
             file.write(json.dumps({"step": state.step} | metrics) + "\n")
-        for tracker in accelerator.trackers:
-            try:
-                tracker.log(metrics, step=state.step)
-            except Exception as error:  # for example, a server is down; metrics.jsonl has the row anyway
-                warn_once(f"tracker {tracker.name} refuses metrics: {type(error).__name__}")
-        is_due = state.step % config.run.log_every == 0 and "tensorboard" in config.run.trackers
-        for name, bins in histograms.items() if is_due else ():
+        send_metrics(accelerator, metrics, state.step, warn_once)
+        for name, bins in histograms.items() if state.step % config.run.log_every == 0 else ():
             values = [10 ** ((edge + 0.5) / BINS_PER_DECADE) for edge in sorted(bins.elements())]
-            if values:
-                writer = accelerator.get_tracker("tensorboard", unwrap=True)
-                writer.add_histogram(name.removesuffix("_hist"), np.array(values), state.step)
+            send_histogram(accelerator, name.removesuffix("_hist"), values, state.step)
 
 
 def log_samples(
@@ -518,12 +511,33 @@ def turns_of_row(row: dict, turns: tuple[Turn, ...], sampled: list[bool]) -> dic
     return {"turns": listed} | values
 
 
-def console_line(state: TrainState, metrics: dict[str, float]) -> str:
-    """Return the console's line about a step."""
+def append_rows(file: Path, rows: list[dict]) -> None:
+    """Append rows to a JSONL file."""
+    with writing(file), file.open("a") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def time_left(config: Config, state: TrainState) -> str:
+    """Estimate the time until the end of the run from the mean time of a step, for example "1 h 40 min left".
+
+    The end is train.num_steps, or train.max_generated_tokens if the mean tokens of a step reach it earlier.
+    """
+    num_steps = float(config.train.num_steps - state.step)
+    if budget := config.train.max_generated_tokens:
+        spent = state.generated_tokens + state.charged_tokens
+        num_steps = min(num_steps, (budget - spent) / max(1, spent) * state.step)
+    num_s = round(max(0.0, num_steps) * sum(state.seconds.values()) / max(1, state.step))
+    hours, minutes = divmod(num_s // 60, 60)
+    text = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{num_s} s"
+    return f"{text} left"
+
+
+def console_line(state: TrainState, metrics: dict[str, float], left: str = "") -> str:
+    """Return the console's line about a step. left: the time until the end of the run."""
     share = metrics["gradient_tokens_total"] / max(1, metrics["tokens_total"])
     return (
         f"step {state.step:>5}  score {figure(metrics['score'], '.3f')}  "
         f"zero-variance {metrics['zero_variance_frac']:.2f}  gradient tokens {share:.2f}  "
         f"tokens {state.generated_tokens:,}  |dlogp| {figure(metrics.get('abs_dlogp'), '.1e')}  "
-        f"{metrics['seconds_per_step']:.2f} s"
+        f"{metrics['seconds_per_step']:.2f} s{left and f'  {left}'}"
     )

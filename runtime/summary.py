@@ -141,10 +141,13 @@ def print_summary(run_dir: Path) -> None:
     print(f"  peak memory of all ranks     {summary['peak_rss_bytes'] / 2**30:6.2f}   GiB")
     for name, text in (
         ("curves.png", "score and accuracy"), ("tensorboard", "tensorboard --logdir"),
-        ("metrics.jsonl", "every metric"), ("model", "the trained policy, Hugging Face format"),
+        ("metrics.jsonl", "every metric"),
+        ("samples.jsonl", "completions, for experiments/evaluate.py --run"),
+        ("model", "the trained policy, Hugging Face format"),
         ("checkpoints", "to resume from"),
     ):  # fmt: skip
-        print(f"  {run_dir / name}: {text}")
+        if (run_dir / name).exists():  # no tensorboard/ with run.trackers=[]
+            print(f"  {run_dir / name}: {text}")
 
 
 def print_account(account: dict[str, float], generated_tokens: int) -> None:

@@ -9,6 +9,7 @@ import shlex
 import textwrap
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
 import huggingface_hub
@@ -28,6 +29,7 @@ from configure import config_warnings
 from data import tiny
 from data.prompts import PromptSource
 from extras import base as extras
+from runtime import tracking
 from runtime.config import (
     complete,
     differences,
@@ -734,6 +736,49 @@ def test_the_learning_rate_equals_the_next_one_of_transformers(schedule, warmup)
         rate = learning_rate(config.train, step)
         assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12) and rate > 0
     assert learning_rate(config.train, warmup) == 0.5
+
+
+PLACED = [
+    ("wandb", [], {}, ("run", {})),
+    ("wandb", [], {"WANDB_PROJECT": "of_env"}, ("of_env", {})),
+    ("wandb", ["tracking.project=p"], {"WANDB_PROJECT": "of_env"}, ("p", {})),
+    ("mlflow", ["tracking.name=n"], {"WANDB_PROJECT": "of_env"}, ("run", {"run_name": "n"})),
+    (
+        "swanlab", ["tracking.entity=team", "tracking.name=n", "tracking.tags=[a, b]"], {},
+        ("run", {"workspace": "team", "experiment_name": "n", "tags": ["a", "b"]}),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tracker, settings, environment, expected", PLACED)
+def test_a_tracker_files_the_run_where_settings_or_its_variable_say(
+    tracker, settings, environment, expected, monkeypatch
+):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = load(f"run.trackers=[tensorboard, {tracker}]", "run.dir=runs/run", *settings)
+    assert tracking.place_of_run(tracker, config) == expected
+    started = {}
+    accelerator = SimpleNamespace(
+        init_trackers=lambda project, config=None, init_kwargs=None: started.update({project: init_kwargs})
+    )
+    tracking.start_trackers(accelerator, config, 3)
+    assert started == {"tensorboard": {"tensorboard": {"purge_step": 4}}, expected[0]: {tracker: expected[1]}}
+    assert tracking.tracking_warnings(config) == []
+
+
+def test_a_setting_of_tracking_that_no_tracker_takes_is_named():
+    for trackers, settings, unused in (
+        ("[tensorboard]", "{project: p, tags: [a]}", ["project", "tags"]),
+        ("[]", "{name: n}", ["name"]),
+        ("[comet_ml]", "{project: p, entity: e}", ["entity"]),
+        ("[wandb]", "{project: p, entity: e, name: n, tags: [a]}", []),
+    ):
+        config = load(f"run.trackers={trackers}", f"tracking={settings}")
+        warnings = tracking.tracking_warnings(config)
+        assert [warning.split()[0] for warning in warnings] == [f"tracking.{name}" for name in unused]
+        assert set(warnings) <= set(config_warnings(config))
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_installed_ones():

@@ -22,6 +22,7 @@ from helpers import assert_same_run, assert_same_weights, rows_of, steps_of, sum
 from safetensors.torch import load_file, save_file
 
 from data.calculator import TEMPLATE
+from runtime import tracking
 from runtime.checkpoint import digest_of_record
 from tests import preloaded
 from tests.patience import limit, wait_until
@@ -141,9 +142,12 @@ def test_tensorboard_holds_the_metrics(undisturbed):
 
     events = EventAccumulator(str(undisturbed / "tensorboard"))
     events.Reload()
-    for name in ("score", "reward"):
+    for name in ("score", "reward", "abs_dlogp"):
         expected = {row["step"]: row[name] for row in steps_of(undisturbed)}
-        assert {e.step: pytest.approx(e.value, abs=1e-6) for e in events.Scalars(name)} == expected
+        points = events.Scalars(tracking.tag_of(name))
+        assert {e.step: pytest.approx(e.value, abs=1e-6) for e in points} == expected
+    groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(events.Tags()["scalars"])))
+    assert groups[:2] == ["01_score", "02_accuracy"] and "12_other" not in groups
 
 
 def test_the_exported_model_loads_in_transformers_and_generates(undisturbed):
