@@ -526,7 +526,8 @@ def time_left(config: Config, state: TrainState) -> str:
     if budget := config.train.max_generated_tokens:
         spent = state.generated_tokens + state.charged_tokens
         num_steps = min(num_steps, (budget - spent) / max(1, spent) * state.step)
-    num_s = round(max(0.0, num_steps) * sum(state.seconds.values()) / max(1, state.step))
+    seconds = sum(value for phase, value in state.seconds.items() if phase != "setup")
+    num_s = round(max(0.0, num_steps) * seconds / max(1, state.step))
     hours, minutes = divmod(num_s // 60, 60)
     text = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{num_s} s"
     return f"{text} left"

@@ -4,13 +4,15 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 
 from runtime.config import flat_settings
 from settings import Config
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # {tracker: {setting of `tracking`: argument of the tracker}}; every tracker but TensorBoard takes a project
 ARGUMENTS = {
@@ -43,6 +45,8 @@ GROUPS = [
 
 def check_trackers(config: Config) -> None:
     """Raise ValueError for a tracker that accelerate does not know or that is not installed."""
+    from accelerate.tracking import get_available_trackers
+
     available = [str(tracker) for tracker in get_available_trackers()]
     for name in config.run.trackers:
         if name not in available:
@@ -63,12 +67,14 @@ def tracking_warnings(config: Config) -> list[str]:
 def place_of_run(tracker: str, config: Config) -> tuple[str, dict[str, object]]:
     """Return the project of a run for a tracker, and the arguments by its own names."""
     variable = os.environ.get(VARIABLES.get(tracker, ""))
-    project = config.tracking.project or variable or Path(config.run.dir).resolve().name
-    values = {theirs: getattr(config.tracking, ours) for ours, theirs in ARGUMENTS.get(tracker, {}).items()}
-    return project, {name: value for name, value in values.items() if value}
+    tracking = config.tracking
+    project = tracking.project or variable or Path(config.run.dir).resolve().name
+    values = {"entity": tracking.entity, "name": tracking.name, "tags": tracking.tags}
+    names = ARGUMENTS.get(tracker, {})
+    return project, {names[ours]: value for ours, value in values.items() if value and ours in names}
 
 
-def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:
+def start_trackers(accelerator: "Accelerator", config: Config, step: int) -> None:
     """Start the trackers of run.trackers; TensorBoard discards its records of later steps than `step`."""
     settings = {name: str(value) for name, value in flat_settings(config.model_dump(mode="json")).items()}
     started = []
@@ -91,7 +97,7 @@ def tag_of(name: str) -> str:
 
 
 def send_metrics(
-    accelerator: Accelerator, metrics: dict[str, float], step: int, warn: Callable[[str], None]
+    accelerator: "Accelerator", metrics: dict[str, float], step: int, warn: Callable[[str], None]
 ) -> None:
     """Send the metrics of a step to all trackers; warn of a tracker that fails, which costs no step."""
     for tracker in accelerator.trackers:
@@ -102,13 +108,13 @@ def send_metrics(
             warn(f"tracker {tracker.name} refuses metrics: {type(error).__name__}")
 
 
-def send_histogram(accelerator: Accelerator, name: str, values: list[float], step: int) -> None:
+def send_histogram(accelerator: "Accelerator", name: str, values: list[float], step: int) -> None:
     """Draw a histogram in TensorBoard, if the run has it."""
     if (writer := writer_of(accelerator)) and values:
         writer.add_histogram(tag_of(name), np.array(values), step)
 
 
-def send_texts(accelerator: Accelerator, rows: list[dict], tag: str, step: int) -> None:
+def send_texts(accelerator: "Accelerator", rows: list[dict], tag: str, step: int) -> None:
     """Show rows of samples.jsonl or eval_samples.jsonl as texts in TensorBoard, if the run has it."""
     if (writer := writer_of(accelerator)) and rows:
         writer.add_text(tag, "\n\n---\n\n".join(map(markdown_of, rows)), step)
@@ -122,7 +128,7 @@ def markdown_of(row: dict) -> str:
     return "\n\n&rarr;\n\n".join([f"{head}\n\n{texts[0]}", texts[1]])
 
 
-def writer_of(accelerator: Accelerator):
+def writer_of(accelerator: "Accelerator"):
     """Return the writer of TensorBoard; None for a run without it, and on ranks but the first."""
     names = [tracker.name for tracker in accelerator.trackers] if accelerator.is_main_process else []
     return accelerator.get_tracker("tensorboard", unwrap=True) if "tensorboard" in names else None

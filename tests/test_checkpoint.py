@@ -322,6 +322,8 @@ def test_the_next_checkpoint_removes_the_remains_of_a_kill(run, monkeypatch):
         ({"step": 5, "score": 1.0}, 4, 2, True),
         ({"step": 4, "eval/a/accuracy": 1.0}, 4, 2, True),
         ({"step": 4, "eval/a/accuracy": 1.0}, 4, 4, False),
+        ({"step": 4, "sample": 0, "completion": "of an evaluation"}, 4, 2, True),
+        ({"step": 4, "sample": 0, "completion": "of an evaluation"}, 4, 4, False),
         ({"step": 2, "eval/a/accuracy": 1.0}, 4, 2, False),
         ({"step": 0, "eval/a/accuracy": 1.0}, 0, -1, True),
         ({"step": 0, "eval/a/accuracy": 1.0}, 0, 0, False),

@@ -265,7 +265,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(setting, name, near, wr
 @pytest.mark.parametrize(
     "name",
     "ema.coef rollout.path path adapter.path lora2.name algorithm.entropy_weight rollout.beam_width "
-    "train.foo algorithm.clip_coef train.momentum rollout.max_length reward.scale train.epsilon2 "
+    "train.foo algorithm.clip_coef train.momentum rollout.max_length train.epsilon2 "
     "x run.q optim train.warm algorithm.reward_baseline".split(),
 )
 def test_a_name_that_resembles_a_setting_by_accident_gets_no_proposal(name):

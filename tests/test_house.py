@@ -357,7 +357,6 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "files": 590,
     "modules, the root": 17,
     "words of Markdown, docs": 23950,
-    "words of Markdown, docs/silent_faults.md": 4400,
     "words of Markdown, experiments": 15850,
     "words of Markdown, kernels": 560,
     "words of Markdown, runtime": 370,
@@ -369,10 +368,10 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, experiments": 9950,
     "lines of Python, extras": 790,
     "lines of Python, kernels": 590,
-    "lines of Python, runtime": 4780,
+    "lines of Python, runtime": 4880,
     "lines of Python, tests": 30800,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 10600,
+    "lines of Python, the root": 10700,
     "lines of Python, verifiers": 2290,
 }
 

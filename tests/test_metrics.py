@@ -10,6 +10,7 @@ import lifecycle
 import train_rl
 from batch import Completion, Group
 from reward import Verdict
+from runtime.checkpoint import TrainState
 from runtime.checks import check_routes, check_verdicts
 from runtime.metrics import (
     batch_metrics,
@@ -19,6 +20,7 @@ from runtime.metrics import (
     rollout_metrics,
     schedule_metrics,
     straggler,
+    time_left,
 )
 
 INVALID = 9  # in the routes of these tests
@@ -224,3 +226,18 @@ def error_of(check, rank: int) -> str:
     with pytest.raises(RuntimeError) as error:
         check(rank)
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings, step, seconds, text",
+    [
+        (["train.num_steps=100"], 50, {"update": 10.0, "setup": 1e6}, "10 s left"),
+        (["train.num_steps=100"], 10, {"update": 100.0, "eval": 20.0}, "18 min left"),
+        (["train.num_steps=1000"], 10, {"update": 100.0}, "2 h 45 min left"),
+        (["train.num_steps=1000", "train.max_generated_tokens=200"], 10, {"update": 100.0}, "1 min left"),
+        (["train.num_steps=5"], 10, {"update": 100.0}, "0 s left"),
+    ],
+)
+def test_the_time_left_follows_the_nearer_end(settings, step, seconds, text):
+    state = TrainState(step=step, seconds=seconds, generated_tokens=100, charged_tokens=20)
+    assert time_left(make_config(*settings), state) == text

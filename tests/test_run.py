@@ -55,6 +55,10 @@ def test_a_run_writes_the_files_and_figures_that_the_readme_promises(undisturbed
     assert outcomes["step"] == 6 and len(outcomes["outcomes"]["eval/additions/accuracy"]) == 20
     for name, by_prompt in outcomes["outcomes"].items():
         assert rows_of(undisturbed)[-1][name] == pytest.approx(np.mean(by_prompt), abs=1e-4)
+    texts = [json.loads(line) for line in (undisturbed / "eval_samples.jsonl").read_text().splitlines()]
+    greedy = [row["reward"] for row in texts if row["step"] == 6]
+    assert greedy == outcomes["outcomes"]["eval/additions/accuracy"][: len(greedy)] and len(greedy) == 16
+    assert {"prompt", "completion", "answer", "status", "detail", "source", "prompt_index"} <= texts[0].keys()
     versions = json.loads((undisturbed / "versions.json").read_text())
     assert len(bytes.fromhex(versions["weights"])) == 8 and versions["dtype"] == "float32"
     assert versions["script"] == "train_rl.py" and {"commit", "dirty", "torch", "python"} <= versions.keys()
