@@ -147,10 +147,17 @@ class Group:
     work_tokens: float = 0.0  # cost of each verdict, as in Request
     rank: int | None = None  # that samples the group; None: not dealt yet
 
-    def outcome(self, binary: bool) -> "GroupOutcome":
-        """Summarise the group for the other ranks; binary: rewards below 1 count as 0."""
+    def outcome(self, binary: bool, part: str | None = None) -> "GroupOutcome":
+        """Summarise the group for the other ranks; binary: rewards below 1 count as 0.
+
+        part: of a weighted sum, whose scores decide about variance (zero_variance.part); None: the whole.
+        """
         valid = [verdict for verdict in verdicts_of(self.completions) if not verdict.failed]
         scores = [score_of(verdict, binary) for verdict in valid]
+        deciding = scores
+        if part is not None:
+            parts = [verdict.parts.get(part, verdict.reward) for verdict in valid]
+            deciding = [float(score == 1) if binary else score for score in parts]
         return GroupOutcome(
             slot=self.slot,
             prompt_index=self.prompt_index,
@@ -162,7 +169,7 @@ class Group:
             inserted_tokens=sum(len(c.token_ids) - c.num_sampled for c in self.completions),
             turns=sum(turn.sampled for c in self.completions for turn in c.turns),
             completions=len(self.completions),
-            has_variance=len(scores) >= 2 and not are_equal(scores),
+            has_variance=len(scores) >= 2 and not are_equal(deciding),
         )
 
 

@@ -27,7 +27,7 @@ from runtime.learning_rate import learning_rate
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
 from runtime.tracking import tracking_warnings
 from settings import HOOKS, Config
-from verifiers.kinds import functions_of, is_kind
+from verifiers.kinds import functions_of, is_kind, parts_of
 
 
 def load_config(argv: list[str], description: str = "") -> Config:
@@ -123,6 +123,13 @@ def zero_variance_contradictions(config: Config) -> Iterator[str]:
     loses_prompts = zero.skip_rule == "expected" and not explores_all and zero.retest_steps == 0
     if zero.refill and not zero.drop:
         yield "{zero_variance.refill} needs {zero_variance.drop}"
+    if zero.part is not None and not zero.drop:
+        yield "{zero_variance.part} needs {zero_variance.drop}"
+    kinds = [source.kind for source in config.data.train]
+    if zero.part is not None and None not in kinds:
+        parts = {name for kind in kinds for _, name in parts_of(kind)}
+        if zero.part not in parts:
+            yield f"{{zero_variance.part}} is no part of data.train[].kind: {', '.join(sorted(parts))}"
     if zero.round_size != "missing" and not zero.refill:
         yield "{zero_variance.round_size} needs {zero_variance.refill}"
     if zero.skip_rule != "expected" and not zero.history:

@@ -506,7 +506,7 @@ class Episodes:
         """Insert messages after a turn and ask for the next turn; end the episode if there is no room."""
         episode = self.episodes[row]
         extension = self.interaction.extension
-        plain = [without_special_tokens(message["content"], extension.tokenizer) for message in messages]
+        plain = [without_special_tokens(m["content"], extension.tokenizer, with_marks=True) for m in messages]
         messages = [message | {"content": text} for message, text in zip(messages, plain)]
         ids = extension.ids(messages, last_id=episode.token_ids[-1])
         request = episode.request

@@ -710,7 +710,7 @@ def announce(
     for line in [*(f"warning: {warning}" for warning in dict.fromkeys(warnings)), *loaded.notes]:
         say(line)
     stop_ids, stop_texts = stops_of(model_dir, tokenizer, config.rollout.stop)
-    tokens = [f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stop_ids]
+    tokens = [f"{tokenizer.convert_ids_to_tokens(i) or 'a token without a text'} ({i})" for i in stop_ids]
     say(f"a completion ends at {', '.join([*tokens, *map(repr, stop_texts)]) or 'its length limit only'}")
     num_held_out = sum(len(prompts) for prompts, _ in loaded.eval_sets.values())
     kernel = moe_model.choose_logprob_kernel(config.model, hf_config, device)

@@ -597,10 +597,19 @@ def stops_of(
     """
     ids = [tokenizer.eos_token_id]
     texts = []
+    vocab_size = len(tokenizer)
     for name in ("config.json", "generation_config.json"):
         file = Path(model_path) / name
-        eos_ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        ids += eos_ids if isinstance(eos_ids, list) else [eos_ids]
+        values = json.loads(file.read_text()) if file.is_file() else {}
+        vocab_size = values.get("vocab_size") or vocab_size  # of the weights; config.json comes first
+        eos_ids = values.get("eos_token_id")
+        eos_ids = [i for i in (eos_ids if isinstance(eos_ids, list) else [eos_ids]) if i is not None]
+        if outside := [i for i in eos_ids if type(i) is not int or not 0 <= i < vocab_size]:
+            raise ValueError(
+                f"model.path: eos_token_id {outside[0]!r} in {file} is no token id, the vocabulary has "
+                f"{vocab_size}; correct the file"
+            )
+        ids += eos_ids
     added_tokens = tokenizer.get_added_vocab()
     for stop in more:
         if isinstance(stop, int) and not 0 <= stop < len(tokenizer):

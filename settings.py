@@ -110,6 +110,11 @@ class ZeroVarianceSettings(Section):
     drop: bool = setting(
         False, "for comparison: leave groups without variance out of the update (DAPO's filter)"
     )
+    part: str | None = setting(
+        None,
+        "drop: the kind of a weighted mean whose scores decide whether a group has variance, for example "
+        "math, so that groups which differ in format only are dropped; null: the whole score",
+    )
     refill: bool = setting(
         False, "for comparison: sample new prompts in place of dropped groups (DAPO's dynamic sampling)"
     )
@@ -798,6 +803,11 @@ class DataSettings(Section):
         "stop",
         "rows that lack a prompt or an answer, cannot be rendered or are too long. stop: raise an error at "
         "the first. drop: leave them out, count and list them.",
+    )
+    special_tokens: bool = setting(
+        False,
+        "messages of rows may contain special tokens, for example <|im_end|>, which end a turn and begin "
+        "another. false: such a row is a bad row. Prompts of plain text may always contain them.",
     )
 
 

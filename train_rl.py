@@ -273,6 +273,11 @@ def is_continued(outcome: GroupOutcome, history: PromptHistory, step: int, confi
     return zero_variance_after(outcome, history, step, config) < config.zero_variance.probe_stop_prob
 
 
+def outcome_of(group: Group, config: Config) -> GroupOutcome:
+    """Summarise a group, whose variance is that of the whole score or of zero_variance.part."""
+    return group.outcome(config.reward.binary, config.zero_variance.part)
+
+
 def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
     """Deal jobs to ranks, sample and score; return all ranks' outcomes by slot. Collective."""
     set_expected_costs(run, jobs)
@@ -285,7 +290,7 @@ def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
     for group, samples in local_jobs:
         group.completions += [next(completions) for _ in samples]
     gathered: list[list[GroupOutcome]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, [group.outcome(run.config.reward.binary) for group, _ in local_jobs])
+    dist.all_gather_object(gathered, [outcome_of(group, run.config) for group, _ in local_jobs])
     return sorted(sum(gathered, []), key=lambda outcome: outcome.slot)
 
 

@@ -39,11 +39,45 @@ def load_tokenizer(folder, setting: str = ""):
     return tokenizer
 
 
-def without_special_tokens(text: str, tokenizer) -> str:
-    """Return a text without special tokens: a space keeps, for example, <|im_end|> from ending a turn."""
+MARK = re.compile(r"[<\[|\u25c1](?=.*\w).*[>\]|\u25b7]")  # an added token with a role, not a run of spaces
+
+
+def without_special_tokens(text: str, tokenizer, with_marks: bool = False) -> str:
+    """Return a text without special tokens: a space keeps, for example, <|im_end|> from ending a turn.
+
+    with_marks: also without other added tokens and the tags around calls and results of tools, for example
+    </tool_response>. The last loop finds tokens in other characters that the tokenizer normalises, for
+    example in full width.
+    """
     for token in special_tokens(tokenizer):
         text = text.replace(token, f"{token[0]} {token[1:]}")
+    if with_marks:
+        text = re.sub(r"<(?=/?tool_(?:call|response)>)", "< ", text)
+    for _ in range(10):  # once is enough, unless breaking a token makes another one
+        for start, end in reversed(token_spans(text, tokenizer, with_marks)):
+            token = text[start:end]
+            indent = start + len(token) - len(token.lstrip()) + 1
+            text = f"{text[:indent]} {text[indent:]}"
     return text
+
+
+def token_spans(text: str, tokenizer, with_marks: bool = False) -> list[tuple[int, int]]:
+    """List the places of special tokens in a text, as the tokenizer reads it; with_marks: of all marks."""
+    if not tokenizer.is_fast:
+        tokens = map(re.escape, special_tokens(tokenizer))
+        return [match.span() for token in tokens for match in re.finditer(token, text)]
+    ids = token_ids(tokenizer, with_marks)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spans = zip(encoded["offset_mapping"], encoded["input_ids"])
+    return [(start, end) for (start, end), number in spans if number in ids and end - start > 1]
+
+
+@functools.lru_cache(maxsize=8)
+def token_ids(tokenizer, with_marks: bool) -> frozenset[int]:
+    """Return the ids of special tokens, without that of unknown characters; with_marks: and of marks."""
+    added = tokenizer.added_tokens_decoder.items()
+    chosen = [i for i, token in added if token.special or (with_marks and MARK.fullmatch(str(token)))]
+    return frozenset({*tokenizer.all_special_ids, *chosen} - {tokenizer.unk_token_id})
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from data.chat import ChatTemplate, is_messages, read_messages
+from data.chat import ChatTemplate, is_messages, read_messages, token_spans
 from data.formats import (
     BadRow,
     Table,
@@ -267,6 +267,7 @@ class PromptMaker:
     source: PromptSource
     chat: str  # data.chat
     renderer: ChatTemplate
+    special_tokens: bool  # data.special_tokens
     columns: dict[str, str | None]  # {role: column} for each role in COLUMNS
     kind: str | None  # verifier of rows that name none; None: gsm8k or math, by data_source and answer
     allowed: set[str]  # functions that rows may name
@@ -280,7 +281,7 @@ class PromptMaker:
         if data.chat == "always":
             renderer.check(source.path)
         allowed = {function for kind in allowed - {None} for function in functions_of(kind)}
-        return cls(source, data.chat, renderer, columns, source.kind, allowed)
+        return cls(source, data.chat, renderer, data.special_tokens, columns, source.kind, allowed)
 
     def make(self, row: dict, where: str) -> Prompt:
         """Return the prompt of a row; BadRow if the row cannot become a prompt."""
@@ -320,6 +321,7 @@ class PromptMaker:
             text = template.replace("{prompt}", question)
             if self.chat != "always":
                 return question, text, None
+            self.check_tokens([question], where)
             messages = [{"role": "user", "content": text}]
         else:
             if self.chat == "never":
@@ -328,14 +330,26 @@ class PromptMaker:
                     "set data.chat=auto"
                 )
             messages = read_messages(value, where)
+            self.renderer.check(where)
+            self.check_tokens([message["content"] for message in messages], where)
             question = json.dumps(messages, ensure_ascii=False)
             if len(messages) == 1:
                 question = messages[0]["content"]
             last = {"role": "user", "content": template.replace("{prompt}", messages[-1]["content"])}
             messages = [*messages[:-1], last]
-            self.renderer.check(where)
         messages, text = self.renderer.render(messages, where)
         return question, text, messages
+
+    def check_tokens(self, texts: list[str], where: str) -> None:
+        """Raise BadRow if a text of a message contains a special token, which would end the message."""
+        for text in () if self.special_tokens else texts:
+            if spans := token_spans(text, self.renderer.tokenizer):
+                start, end = spans[0]
+                detail = (
+                    f"a message contains the special token {text[start:end]!r}, which the chat template uses "
+                    "for its own: remove the token, or allow it with data.special_tokens=true"
+                )
+                raise BadRow(where, "with special tokens", detail)
 
     def answer_of(self, row: dict, kind: str, where: str) -> str:
         """Return the gold answer as text.

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from data import instructions
-from verifiers.instructions import CHECKS, verify
+from verifiers.instructions import CHECKS, read_constraints, verify
 
 # {name: (arguments, texts that meet the constraint, texts that break the constraint)}
 CASES = {
@@ -171,3 +171,23 @@ def test_a_set_needs_a_prompt(num, tmp_path, capsys):
     with pytest.raises(SystemExit):
         instructions.main(["--train", num, "--output", str(tmp_path / "none")])
     assert "--train" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+EVERY_FORM = [
+    (["{}"], []), ([None], []), (['{"keywords": null}'], []), ("[{}]", []),
+    ([{"keywords": ["a"]}], ["keywords"]),
+    (["5"], ["kwargs", "object", "5"]), ([["a"]], ["kwargs", "object"]), (["{bad"], ["kwargs", "{bad"]),
+    ([7], ["kwargs", "7"]), ({}, ["instruction_id_list"]), ([], ["one length"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kwargs, words", EVERY_FORM, ids=str)
+def test_arguments_in_every_form_of_copies_of_ifeval(kwargs, words):
+    """Arguments may be written as JSON text; other values are refused in words of the dataset."""
+    columns = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": kwargs}
+    if not words:
+        assert [name for name, _ in read_constraints("", columns)] == columns["instruction_id_list"]
+        return
+    with pytest.raises(ValueError) as error:
+        read_constraints("", columns)
+    assert all(word in str(error.value) for word in words), error.value

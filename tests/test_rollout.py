@@ -260,6 +260,15 @@ def test_every_file_that_names_an_end_of_sequence_counts(tmp_path, tokenizer):
     assert stops == ([tokenizer.eos_token_id, 4, 9, 3, tokenizer.pad_token_id], ["7", "12"])
     with pytest.raises(ValueError, match="rollout.stop"):
         stops_of(tmp_path, tokenizer, [4000])
+    (tmp_path / "config.json").write_text('{"vocab_size": 500}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 499}')
+    assert stops_of(tmp_path, tokenizer)[0] == [tokenizer.eos_token_id, 499], (
+        "a padded vocabulary has more ids"
+    )
+    for eos in (500, [1, 151643], -1, "2"):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        with pytest.raises(ValueError, match="model.path: eos_token_id .*generation_config.json.* 500"):
+            stops_of(tmp_path, tokenizer)
 
 
 def test_completions_end_at_the_stops_of_the_settings(folder, engine, tokenizer, monkeypatch):

@@ -265,6 +265,35 @@ def test_an_outcome_counts_verdicts_tokens_and_completions():
     assert group.outcome(True) == train_rl.GroupOutcome(3, 7, 1, 1, 3, 1.0, 8, 4, True)
 
 
+def test_the_part_of_a_sum_that_decides_about_variance():
+    """Groups that differ in format only are dropped; the score that is trained on stays the whole one."""
+
+    def outcome(*parts: tuple[float, float], part: str | None = "math", binary: bool = False):
+        verdicts = [Verdict(0.9 * m + 0.1 * f, "wrong", parts={"math": m, "exact": f}) for m, f in parts]
+        group = train_rl.Group(0, 0, judged([make_completion(1)] * len(parts), verdicts))
+        config = make_config(
+            "reward.binary=true" if binary else "reward.binary=false", "zero_variance.drop=true"
+        )
+        zero = config.zero_variance.model_copy(update={"part": part})
+        return train_rl.outcome_of(group, config.model_copy(update={"zero_variance": zero}))
+
+    only_format = [(0, 1), (0, 0), (0, 0), (0, 0)]
+    assert outcome(*only_format, part=None).has_variance and not outcome(*only_format).has_variance
+    assert outcome(*only_format).score_sum == outcome(*only_format, part=None).score_sum == 0.1
+    assert outcome((1, 0), (0, 0)).has_variance and not outcome((1, 0), (1, 1)).has_variance
+    assert outcome((0.5, 0), (0, 0)).has_variance and not outcome((0.5, 0), (0, 0), binary=True).has_variance
+    assert outcome(*only_format, part="absent").has_variance, "a row without the part has its whole score"
+    assert not train_rl.is_trained(
+        outcome(*only_format), make_config("zero_variance.drop=true").zero_variance
+    )
+    with pytest.raises(ValueError, match="zero_variance.part"):
+        make_config("zero_variance.part=math", "zero_variance.drop=false")
+    with pytest.raises(ValueError, match="zero_variance.part"):
+        make_config(
+            "zero_variance.part=math", "zero_variance.drop=true", "data.train=[{path: a, kind: exact}]"
+        )
+
+
 def test_a_weighted_sum_is_right_only_if_all_its_parts_are():
     """The status of a weighted sum is the status of the first kind, so the score decides."""
     mixed = scored_group(0.8, 1.0, 0.2, 0.0)

@@ -68,17 +68,30 @@ def read_constraints(answer: str, columns: dict) -> list[tuple[str, Callable[[st
         raise ValueError(f"the answer is not JSON ({error}): {answer[:99]!r}") from error
     if not isinstance(rows, list):
         source = rows if isinstance(rows, dict) and "instruction_id_list" in rows else columns
-        names = source.get("instruction_id_list")
-        arguments = source.get("kwargs")
+        names = _parsed(source.get("instruction_id_list"))
+        arguments = _parsed(source.get("kwargs"))
         if not isinstance(names, list) or not isinstance(arguments, list) or len(names) != len(arguments):
             raise ValueError(
                 'the answer must be a list of {"id": name, ...}, or there must be instruction_id_list and '
                 "kwargs, two lists of one length, in the answer or as columns"
             )
-        rows = [{"id": name} | (row or {}) for name, row in zip(names, arguments)]
+        arguments = [_parsed(row) or {} for row in arguments]
+        if wrong := [row for row in arguments if not isinstance(row, dict)]:
+            raise ValueError(
+                f"kwargs must hold an object of arguments or null for each, not {str(wrong[0])[:80]!r}"
+            )
+        rows = [{"id": name} | row for name, row in zip(names, arguments)]
     if not rows:
         raise ValueError("the list of constraints is empty")
     return [_read_constraint(row) for row in rows]
+
+
+def _parsed(value):
+    """Return a value that is written as JSON text, as some copies of IFEval do; other values as they are."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _read_constraint(row: dict) -> tuple[str, Callable[[str], bool]]:

@@ -117,8 +117,8 @@ def text_of(result) -> str:
     if result is None:
         raise ValueError("the tool returned nothing")
     try:
-        return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
+        return json.dumps(result, ensure_ascii=False, default=lambda value: value.tolist())  # of numpy, torch
+    except (TypeError, ValueError, RecursionError, AttributeError):
         raise ValueError(f"the tool returned {type(result).__name__}, not text, a number or JSON") from None
 
 
