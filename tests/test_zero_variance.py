@@ -286,12 +286,6 @@ def test_the_part_of_a_sum_that_decides_about_variance():
     assert not train_rl.is_trained(
         outcome(*only_format), make_config("zero_variance.drop=true").zero_variance
     )
-    with pytest.raises(ValueError, match="zero_variance.part"):
-        make_config("zero_variance.part=math", "zero_variance.drop=false")
-    with pytest.raises(ValueError, match="zero_variance.part"):
-        make_config(
-            "zero_variance.part=math", "zero_variance.drop=true", "data.train=[{path: a, kind: exact}]"
-        )
 
 
 def test_a_weighted_sum_is_right_only_if_all_its_parts_are():
