@@ -35,7 +35,7 @@ from verifiers.kinds import ENVIRONMENT
 from verifiers.own import BadResult, Scale, load_function, read_result
 from verifiers.sandbox import check_sandbox
 from verifiers.tools import Answer, Close, Step, ToolCall, ToolResult, check_environment, python, schemas_of
-from workers import WorkerPool
+from workers import FAILED, WorkerPool
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -489,8 +489,8 @@ class Episodes:
         """Record the environment's answer to a turn."""
         episode = self.episodes[row]
         self.num_waiting -= 1
-        if answer.failed:
-            episode.verdict = Verdict(0.0, answer.status, answer.detail)
+        if answer.status in FAILED:
+            episode.verdict = Verdict(0.0, answer.status, answer.detail, by_text=answer.by_text)
             self.end(row, "stop")
             return
         episode.reward += answer.reward

@@ -6,8 +6,9 @@ r"""Score completions: `verify` in this process, `RewardPool` in worker processe
         pool.poll()                                          # once per engine step
         verdicts = pool.collect()                            # waits; {key: Verdict} in submit order
 
-A completion whose verifier hangs or dies (workers.py) gets status "timeout" or "error", which differs from
-"wrong". Workers import this file, so that it must not import torch (judges.py does).
+A completion whose verifier hangs, dies or raises gets status "timeout" or "error". If the completion is the
+cause, the verdict counts as reward 0 (Scoring.inquire); otherwise it is left out of training. Workers import
+this file, so that it must not import torch (judges.py does).
 
 Short rules are in this file; longer verifiers and the loader of custom functions are in verifiers/.
 
@@ -21,7 +22,7 @@ import operator
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ from verifiers.kinds import ENVIRONMENT, KINDS, RULE_KINDS, SLOW_KINDS, function
 from verifiers.own import COMMON_ARGUMENTS, BadResult, Scale, explain, load_function, read_result
 from workers import (
     MAX_DETAIL,
+    OF_CPU_TIME,
     OUT_OF_MEMORY,
     WORKER_DIED,
     Reply,
@@ -65,6 +67,7 @@ class Verdict(Reply):
     detail: str = ""  # reason of a timeout or error, at most 200 printable characters
     # {kind: reward} of a weighted sum, and {function/name: number} of a function that returns a dict
     parts: dict[str, float] = field(default_factory=dict, hash=False)
+    by_text: bool = False  # the completion causes the timeout or error: reward 0, which is trained on
 
     @classmethod
     def failure(cls, status: str, detail: str) -> "Verdict":
@@ -97,13 +100,28 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     of its thought has status "no_answer". Custom functions get the whole text.
 
     fields: prompt, messages and the columns of the row, for custom functions and for code. Status "error"
-    means that scoring raised an exception or that the reference answer cannot be parsed.
-    Raises ValueError for an unknown kind and for a function that returns no score in [0, 1], TypeError for a
-    completion or an answer that is not a string.
+    means that scoring raised an exception or that the reference answer cannot be parsed; by_text tells the
+    two apart. Raises ValueError for an unknown kind and for a function that returns no score in [0, 1],
+    TypeError for a completion or an answer that is not a string.
     """
     _check(kind, completion, answer)
-    verdict = _verify(kind, completion, answer, fields, {}, _opening(fields))
-    return event_loop().run(verdict) if _is_async(kind) else finish(verdict)
+
+    def run(task: Scoring) -> Verdict:
+        verdict = _verify(task.kind, task.completion, task.answer, fields, {}, task.opening)
+        return event_loop().run(verdict) if _is_async(task.kind) else finish(verdict)
+
+    task = Scoring(kind, completion, answer, fields, _opening(fields))
+    verdict = run(task)
+    if not verdict.failed:
+        return verdict
+    inquiry = task.inquire(verdict)
+    reply = None
+    while True:
+        try:
+            question = inquiry.send(reply)
+        except StopIteration as end:
+            return end.value
+        reply = run(question)
 
 
 def _opening(fields: dict) -> str:
@@ -128,8 +146,14 @@ async def _verify(
             text = final if term in KINDS else completion
             scale = scales.get(term, (0.0, 1.0))
             verdicts[term] = await _verify_part(term, text, answer, fields, code_limits, scale)
+    return weighted_mean(kind, verdicts)
+
+
+def weighted_mean(kind: str, verdicts: dict[str, Verdict]) -> Verdict:
+    """Combine the verdicts of the terms of a kind. One that failed spoils the sum; by_text it scores 0."""
     if len(verdicts) == 1:
         return verdicts.popitem()[1]
+    terms = parts_of(kind)
     rewards = {
         term: verdicts[term].reward for weight, term in terms if weight > 0 or not verdicts[term].failed
     }
@@ -139,7 +163,9 @@ async def _verify(
             return Verdict(0.0, verdict.status, f"{term}: {verdict.detail}"[:MAX_DETAIL], rewards | details)
     mean = sum(weight * rewards.get(term, 0.0) for weight, term in terms) / sum(weight for weight, _ in terms)
     first = next(verdicts[term] for weight, term in terms if weight > 0)
-    return Verdict(mean, first.status, first.detail, rewards | details)
+    by_text = [f"{term}: {verdict.detail}" for term, verdict in verdicts.items() if verdict.by_text]
+    detail = by_text[0][:MAX_DETAIL] if by_text else first.detail
+    return Verdict(mean, first.status, detail, rewards | details, by_text=bool(by_text))
 
 
 async def _verify_part(
@@ -279,6 +305,9 @@ assert tuple(RULES) == RULE_KINDS
 # ------------------------------------------------------------------------------------------------------------
 # 2 The pool
 # ------------------------------------------------------------------------------------------------------------
+RULE_CPU_S = 2.0  # processor time for a verdict of rules [ours]; a fifth of reward.timeout_s if that is more
+
+
 @dataclass(frozen=True)
 class Scoring(Task[Verdict]):
     """The task to score one completion. fields: JSON values of prompt, messages and columns of the row."""
@@ -302,6 +331,10 @@ class Scoring(Task[Verdict]):
         from verifiers.code import TOTAL_LIMITS
 
         return TOTAL_LIMITS * code_limits.get("timeout_s", 0.0)
+
+    def cpu_s(self, timeout_s: float) -> float:
+        """Return the processor time of rules, so that a bad completion does not delay the others for long."""
+        return min(timeout_s / 2, max(RULE_CPU_S, timeout_s / 5)) if self.is_fast else 0.0
 
     def values(self, traits: Traits) -> list:
         """Return the task with the fields that the kind reads."""
@@ -338,6 +371,33 @@ class Scoring(Task[Verdict]):
             )
         except BadResult as error:
             return Verdict(0.0, BAD_RESULT, str(error))
+
+    def inquire(self, verdict: Verdict) -> Generator["Scoring", Verdict, Verdict]:
+        """Find the cause of a failure: the completion, or anything else.
+
+        The completion is the cause if it fails again while the reference answer, as the completion, does not
+        fail. For example, the reference answer fails as well if a library, the sandbox or a column is missing
+        or if the answer cannot be parsed, and a worker that the system killed does not fail again. A rule
+        that has used up its processor time is not repeated, because it would use it up again. The terms of a
+        sum are asked one by one, so that the other terms count.
+        """
+        verdicts = {}
+        for _, term in parts_of(self.kind):
+            reference = as_completion(term, self.answer)
+            control = yield replace(self, kind=term, completion=reference, opening="")
+            if control.failed and term == self.kind:
+                return verdict
+            is_certain = term == self.kind and OF_CPU_TIME in verdict.detail
+            again = verdict if is_certain else (yield replace(self, kind=term))
+            verdicts[term] = replace(again, by_text=again.failed and not control.failed)
+        return weighted_mean(self.kind, verdicts)
+
+
+def as_completion(term: str, answer: str) -> str:
+    """Return a completion that a verifier must be able to score: for most kinds the reference answer."""
+    if term == "code":
+        return "```python\npass\n```"
+    return {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}.get(term, answer)
 
 
 class ReferenceCheck(Scoring):
@@ -532,8 +592,7 @@ def _check_references(pool: RewardPool, fields_of: dict[tuple[str, str, str], di
 
     def submit(key: tuple[str, str, str]) -> None:
         term, answer, _ = key
-        completion = {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}
-        form = completion.get(term, answer)
+        form = as_completion(term, answer)
         pool.submit(key, term, form, answer, fields_of[key], task=ReferenceCheck)
 
     for key in fields_of:

@@ -838,7 +838,7 @@ class RewardSettings(Section):
         "example {my.py:score: [-1, 1]}; others are mapped linearly. A function without an entry returns 0 "
         "to 1",
     )
-    num_workers: int = setting(1, "processes per rank that score completions", on_resume="free", ge=1)
+    num_workers: int = setting(2, "processes per rank that score completions", on_resume="free", ge=1)
     timeout_s: float = setting(
         10.0, "seconds after which a verdict counts as a timeout", on_resume="free", gt=0, le=86400
     )
@@ -851,7 +851,7 @@ class RewardSettings(Section):
     )
     max_failed_frac: float = setting(
         0.5,
-        "stop the run if a larger fraction of a step's verdicts times out or crashes",
+        "stop the run if a larger fraction of a step's verdicts fails for a reason outside of the completion",
         on_resume="free",
         per_stage=True,
         gt=0,

@@ -8,9 +8,9 @@
 
 Why processes: computer algebra on model output can hang forever, exhaust the memory or crash, even in C code
 that Python exceptions cannot interrupt. A worker that exceeds its limit is killed by the kernel, and its task
-gets a reply with status "timeout" or "error". Workers run this file as a script, because a trainer with a
-CUDA context and threads cannot fork safely. To start fast, this file and modules of tasks must not import
-torch.
+gets a reply with status "timeout" or "error". A failed task may ask further tasks for the cause, for example
+whether it fails again (Task.inquire). Workers run this file as a script, because a trainer with a CUDA
+context and threads cannot fork safely. To start fast, this file and modules of tasks must not import torch.
 
 Tasks and replies travel as lines of JSON, never as pickles: untrusted code can write into a worker's pipes.
 
@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -51,10 +51,12 @@ class Reply:
     detail: str
     is_for_policy: ClassVar[bool] = False  # the policy reads the detail, which then names no setting
 
+    by_text: bool = False  # the policy's text causes the failure, not the machine
+
     @property
     def failed(self) -> bool:
-        """Tell whether the task timed out or raised, so that the reply says nothing."""
-        return self.status in FAILED
+        """Tell whether the task timed out or raised for a reason outside of the policy's text."""
+        return self.status in FAILED and not self.by_text
 
     @classmethod
     def failure(cls, status: str, detail: str):
@@ -100,6 +102,10 @@ class Task(Generic[R]):
         """Return the seconds by which the task's limit exceeds the pool's."""
         return 0.0
 
+    def cpu_s(self, timeout_s: float) -> float:
+        """Return the limit of processor time, which no busy machine shortens; 0: none."""
+        return 0.0
+
     def values(self, traits: Traits) -> list:
         """Return the fields to send to a worker."""
         return [getattr(self, column.name) for column in fields(self)]
@@ -112,6 +118,11 @@ class Task(Generic[R]):
     async def run(self, worker: "Worker") -> R:
         """Run the task in a worker. It may await only if Traits.is_async."""
         raise NotImplementedError
+
+    def inquire(self, reply: R) -> Generator["Task[R]", R, R]:
+        """Yield tasks that tell why this one failed, one by one, and return the reply that counts."""
+        yield from ()
+        return reply
 
 
 def finish(coroutine: Coroutine[Any, Any, R]) -> R:
@@ -151,6 +162,7 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_LOG_BYTES = 64 << 20  # a larger log is renamed to NAME.1 when a pool starts
 OUT_OF_MEMORY = ("MemoryError", "failed to map segment", "annot allocate memory")  # parts of a detail
 WORKER_DIED = "the worker died"
+OF_CPU_TIME = "of processor time"  # in the detail of a timeout that no busy machine can cause
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,9 @@ class _Item:
     submitted_at: float = field(default_factory=time.monotonic)
     # Replies must repeat this number, so that output of a custom function cannot pass as a reply.
     number: str = field(default_factory=lambda: secrets.token_hex(8))
-    is_suspect: bool = False  # a worker died while it ran this task with other tasks: run the task alone
+    is_suspect: bool = False  # a worker died while it ran this task: run the task alone
+    inquiry: Generator | None = None  # after a failure, see Task.inquire
+    asker: "_Item | None" = None  # the failed item whose inquiry yielded this one
 
 
 @dataclass(eq=False)
@@ -389,7 +403,8 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
             values = item.task.values(self.traits[item.task.kind])
             rows.append([item.number, type(item.task).__name__, *values])
         # ASCII JSON escapes newlines, null bytes and lone surrogates, and so preserves any text.
-        return json.dumps([self._limit_s(items), rows]).encode() + b"\n"
+        cpu_s = min(item.task.cpu_s(self.options.timeout_s) for item in items)
+        return json.dumps([self._limit_s(items), cpu_s, rows]).encode() + b"\n"
 
     def _limit_s(self, items: Iterable[_Item]) -> float:
         """Return the time limit of items that are sent in one line."""
@@ -454,6 +469,21 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
         self.seconds[kind] = 0.95 * self.seconds.get(kind, seconds) + 0.05 * seconds
 
     def _finish(self, item: _Item, reply) -> None:
+        """Record the reply of an item, or queue the next task that inquires into its failure."""
+        answer = None
+        if item.asker is not None:
+            answer = reply
+            item = item.asker
+        elif reply.status in FAILED:
+            item.inquiry = item.task.inquire(reply)
+        if item.inquiry is not None:
+            try:
+                task = item.inquiry.send(answer)
+            except StopIteration as end:
+                reply = end.value
+            else:
+                self._slow.append(_Item(item.key, task, is_suspect=item.is_suspect, asker=item))
+                return
         self._replies[item.key] = reply
         self.latencies.append(time.monotonic() - item.submitted_at)
         self.num_timeouts += reply.status == "timeout"
@@ -477,6 +507,7 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
                 self._slow.appendleft(item)
         elif lines:
             (item,) = lines[0]
+            item.is_suspect = True
             is_ready = item.task.kind in worker.ready_kinds
             reason = self._reason_of_death(item, status, is_ready, is_silent, is_invalid)
             self._finish(item, item.task.reply_type.failure(*reason))
@@ -490,6 +521,10 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
             return "error", "the function wrote to the worker's pipe, which only the worker may use"
         if is_silent and not is_ready:
             return "timeout", f"the worker was not ready after {START_GRACE_S:g} s{log}"
+        if exit_status == -signal.SIGPROF:
+            cpu_s = item.task.cpu_s(self.options.timeout_s)
+            self._add_seconds(item.task.kind, cpu_s)
+            return "timeout", f"killed after {cpu_s:g} s {OF_CPU_TIME}"
         if is_silent or exit_status == -signal.SIGALRM:
             limit = self._limit_s([item])
             self._add_seconds(item.task.kind, limit)
@@ -527,7 +562,7 @@ def _stop(process: subprocess.Popen) -> int:
 class Worker:
     """A worker process: runs the tasks that it is sent, until the pool closes the pipe or dies.
 
-    request  [limit in seconds, [[number, class of the task, *fields], ...]]
+    request  [limit in seconds, limit of processor time, [[number, class of the task, *fields], ...]]
     replies  [number, fields of the reply, seconds] per task; before the first task of a kind also
              [number, traits], as soon as the libraries of the kind are imported
     """
@@ -539,13 +574,14 @@ class Worker:
         self.decode = _decoder(options["tokenizer"])  # token ids to text; text stays as it is
         self.environments: dict[str, Any] = {}  # of the episodes that live here, see verifiers/tools.py
         self.limit_s = 0.0
+        self.cpu_s = 0.0
         self.traits: dict[str, Traits] = {}
         self.replies = replies
 
     def serve(self, requests: Iterable[bytes]) -> None:
         """Run all requests."""
         for line in requests:
-            self.limit_s, rows = json.loads(line)
+            self.limit_s, self.cpu_s, rows = json.loads(line)
             tasks = {number: getattr(self.module, name)(*values) for number, name, *values in rows}
             for number, task in tasks.items():
                 if task.kind not in self.traits:
@@ -562,7 +598,8 @@ class Worker:
                 start = time.monotonic()
                 self.restart_limit()
                 reply = finish(task.run(self))
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                self.limit_s = self.cpu_s = 0.0
+                self.restart_limit()  # switches the timers off
                 self.send(number, astuple(reply), time.monotonic() - start)
 
     def send(self, *values) -> None:
@@ -570,8 +607,9 @@ class Worker:
         os.write(self.replies, json.dumps(values).encode() + b"\n")
 
     def restart_limit(self) -> None:
-        """Start the time limit anew; at its end the kernel kills this process."""
+        """Start the time limits anew; at their end the kernel kills this process."""
         signal.setitimer(signal.ITIMER_REAL, self.limit_s)
+        signal.setitimer(signal.ITIMER_PROF, self.cpu_s)
 
     async def run_together(self, tasks: dict[str, Task]) -> None:
         """Run async functions in parallel, and send each reply as soon as a function returns."""
@@ -598,8 +636,9 @@ def main() -> None:
     module = importlib.import_module(options["module"])
     _fork_worker(options["parent"])
     resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"], options["memory_bytes"]))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills; the caller may have ignored or blocked the signal
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    for alarm in (signal.SIGALRM, signal.SIGPROF):  # kill; the caller may have ignored or blocked them
+        signal.signal(alarm, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {alarm})
     requests = os.dup(0)
     replies = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from batch import RolloutBatch
 from runtime.checkpoint import TrainState, digest_of_weights
 from runtime.launch import one_line
-from runtime.metrics import histogram, reduce_metrics
+from runtime.metrics import histogram, reduce_metrics, warn_once
 from runtime.summary import figure
 from settings import Config
 
@@ -39,6 +39,8 @@ def warn_first(kind: str, text: str) -> None:
 def check_verdicts(verdicts: list, max_failed_frac: float, where: str) -> None:
     """Warn of timeouts and errors among verdicts; RuntimeError if the fraction is too large. Collective.
 
+    Failures that completions cause are verdicts with reward 0, and each reason is printed once per rank.
+
     verdicts: of this rank; the fraction is over all ranks. where: for messages, for example "step 3".
     """
     failed = [v for v in verdicts if v.failed]
@@ -46,6 +48,8 @@ def check_verdicts(verdicts: list, max_failed_frac: float, where: str) -> None:
     if failed:
         reason = failed[0].detail or "raise reward.timeout_s or reward.memory_gib"
         example = f"{failed[0].status}: {reason}"
+    for reason in {f"{v.status}: {v.detail.partition(':')[0]}" for v in verdicts if v.by_text}:
+        warn_once(f"completions that make their verifier fail count as wrong; reason: {reason}")
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (len(failed), len(verdicts), example))
     num_failed = sum(failed_on_rank for failed_on_rank, _, _ in gathered)

@@ -13,7 +13,8 @@ import json
 import math
 import types
 import typing
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, replace
 
 from verifiers.own import explain, load_function, printable
 from verifiers.sandbox import Isolation, Limits, run_program
@@ -149,6 +150,9 @@ def run_python(
 # ------------------------------------------------------------------------------------------------------------
 # Environments
 # ------------------------------------------------------------------------------------------------------------
+REBUILT = "the environment was rebuilt"
+
+
 @dataclass(frozen=True)
 class Answer(Reply):
     """An environment's answer to a turn; detail: the reason of a failure."""
@@ -158,6 +162,7 @@ class Answer(Reply):
     reward: float = 0.0
     status: str = "ok"
     detail: str = ""
+    by_text: bool = False  # the policy's text causes the failure: the episode scores 0
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,7 @@ class Step(Task[Answer]):
     async def run(self, worker: Worker) -> Answer:
         """Give the last text to the environment."""
         environment, num_steps = worker.environments.pop(self.episode, (None, 0))
+        answer = Answer()
         try:
             if environment is None:
                 environment = load_function(self.kind).call()
@@ -196,7 +202,7 @@ class Step(Task[Answer]):
                 answer = checked_answer(environment.step(self.texts[number]), self.max_chars)
                 if number < len(self.texts) - 1 and answer.message != self.messages[number]:
                     raise ValueError(
-                        f"the environment was rebuilt after a crash, and its answer to turn {number + 1} is "
+                        f"{REBUILT} after a crash, and its answer to turn {number + 1} is "
                         "another one: an environment has to depend on the row and the texts only"
                     )
         except Exception as error:  # environments raise anything
@@ -204,6 +210,15 @@ class Step(Task[Answer]):
             return Answer(status="error", detail=explain(error)[:MAX_DETAIL])
         worker.environments[self.episode] = (environment, len(self.texts))
         return answer
+
+    def inquire(self, answer: Answer) -> Generator[Task[Answer], Answer, Answer]:
+        """Blame the text unless reset() alone fails, or the environment survives the same texts."""
+        control = yield replace(self, episode=f"{self.episode} control", texts=[])
+        yield Close(self.kind, f"{self.episode} control")
+        if control.failed:
+            return answer
+        again = yield self
+        return replace(again, by_text=again.failed and REBUILT not in again.detail)
 
 
 @dataclass(frozen=True)
