@@ -696,8 +696,9 @@ def sleep_level(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     """Evaluate the model in a folder and write the output files. Collective."""
-    from data.chat import load_tokenizer
+    from data.chat import load_tokenizer, reads_clock
     from data.stream import digest_of_rows
+    from lifecycle import with_date
     from moe_model import load_config
     from runtime.agreement import check_inputs_agree, digests_of_input
     from runtime.checkpoint import digest_of_weights
@@ -706,6 +707,7 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     settings = read_settings(args, hf_config.max_position_embeddings)
     refuse_overwriting(args, settings.data.eval)
     tokenizer = load_tokenizer(folder)
+    settings = with_date(settings, None) if reads_clock(tokenizer) else settings
     tasks, notes = load_tasks(settings, tokenizer, args.seed)
     rows_of_rank = {"--data": digest_of_rows((task.prompt, task.prompt_ids) for task in tasks)}
     check_inputs_agree(digests_of_input("--model", folder) | rows_of_rank)
