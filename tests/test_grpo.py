@@ -282,20 +282,47 @@ def test_an_update_counts_its_own_completions_and_tokens_over_all_ranks(ranks, m
         assert [(sorted(rows), *rest) for rows, *rest in calls[rank]] == expected
 
 
-def test_the_width_of_a_clip_is_over_the_logarithm_of_the_vocabulary(tmp_path, one_rank):
-    """ESPO, eq. 8, with a group per token: eps = alpha e / log|V|. The vocabulary has 24 tokens."""
+@pytest.fixture
+def small_policy(tmp_path, one_rank):
+    """Build the MoE of 24 tokens; return the policy, its settings and a batch of two completions."""
     save_small_moe(tmp_path)
     config = make_config(
         "model.dtype=float32", "algorithm.clip_mode=entropy_adaptive", "algorithm.entropy_clip_coef=0.3"
     )
-    policy = moe_model.build_policy(config.model, tmp_path, None, torch.device("cpu"))
     batch = make_batch([[3, 4, 5], [6]])
     batch.advantages = 1.0 * batch.response_mask
-    work = train_rl.UpdateWork()
+    return moe_model.build_policy(config.model, tmp_path, None, torch.device("cpu")), config, batch
+
+
+def statistics_of(policy, config, batch, num_updates: int = 0) -> dict[str, torch.Tensor]:
+    """Return the statistics [tokens] of an update on both rows, after some updates of the same step."""
+    work = train_rl.UpdateWork(num_updates=num_updates)
     train_rl.loss_of_rows(policy, batch, [0, 1], torch.tensor([2, 4]), config, work)
     ((_, statistics),) = work.statistics
-    mask = batch.response_mask
-    assert_close(statistics["clip_eps"][mask], 0.3 * statistics["entropy"][mask] / math.log(24), rtol=1e-5)
+    return {name: values[batch.response_mask] for name, values in statistics.items()}
+
+
+def test_the_width_of_a_clip_is_over_the_logarithm_of_the_vocabulary(small_policy):
+    """ESPO, eq. 8, with a group per token: eps = alpha e / log|V|. The vocabulary has 24 tokens."""
+    statistics = statistics_of(*small_policy)
+    assert_close(statistics["clip_eps"], 0.3 * statistics["entropy"] / math.log(24), rtol=1e-5)
+
+
+def test_the_ratio_of_a_step_is_one_until_its_first_update(small_policy):
+    """Whatever an old-logprob pass has recorded; here, log-probabilities of -9."""
+    policy, config, batch = small_policy
+    batch.old_logprobs = torch.full(batch.response_mask.shape, -9.0)
+    batch.entropy = torch.ones(batch.response_mask.shape)
+    assert (statistics_of(policy, config, batch)["ratio"] == 1).all()
+    assert (statistics_of(policy, config, batch, num_updates=1)["ratio"] > 10).all()
+
+
+def test_a_rank_without_rows_takes_part_with_a_gradient_of_zero(small_policy):
+    policy, config, batch = small_policy
+    outputs = train_rl.forward_rows(policy, batch, [], config)
+    outputs.logprobs.sum().backward()
+    assert outputs.logprobs.tolist() == [[0.0] * 3]
+    assert not any(parameter.grad.any() for parameter in policy.parameters())
 
 
 def test_rewards_stay_float32_beside_a_bfloat16_policy(tmp_path):

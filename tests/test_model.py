@@ -678,17 +678,29 @@ def test_resumed_step_is_bitwise_equal(reference, case):
         assert rank[case]["norm"] == pytest.approx(reference["adamw", "start"][0][0], rel=rtol)
 
 
+def assert_float32_values(kind: str, values: dict[str, Tensor]) -> None:
+    """Frequencies of the rotary embedding, also Llama 3's, and GLM's bias of the choice of experts."""
+    hf = tiny_model(kind)
+    expected = {name: buffer for name, buffer in hf.named_buffers() if "bias" in name}
+    expected |= {"inv_freq": hf.model.rotary_emb.inv_freq}
+    assert len(expected) == (3 if kind == "glm" else 1)
+    assert_same(values, expected, atol=1e-8)  # frequencies are computed in float64 here
+    assert all((value != value.bfloat16()).any() for value in expected.values())
+
+
+@pytest.mark.parametrize("kind", ["glm", "llama"])
+def test_a_bfloat16_policy_is_built_with_its_float32_values(kind, tmp_path):
+    tiny_model(kind).save_pretrained(tmp_path)
+    policy = moe_model.build_policy(ModelSettings(dtype="bfloat16"), tmp_path, None, torch.device("cpu"))
+    assert_float32_values(kind, dict(policy.named_buffers()) | {"inv_freq": policy.inv_freq})
+
+
 @pytest.mark.slow
 def test_a_bfloat16_policy_keeps_its_float32_values_through_a_step():
-    """Frequencies of the rotary embedding, also Llama 3's, and GLM's bias of the choice of experts."""
     for rank in section("rounded", 2):
         for kind, (values, dtypes) in rank.items():
-            hf = tiny_model(kind)
-            expected = {name: buffer for name, buffer in hf.named_buffers() if "bias" in name}
-            expected |= {"inv_freq": hf.model.rotary_emb.inv_freq}
-            assert dtypes == {torch.bfloat16} and len(expected) == (3 if kind == "glm" else 1)
-            assert_same(values, expected, atol=1e-8)  # frequencies are computed in float64 here
-            assert all((value != value.bfloat16()).any() for value in expected.values())
+            assert dtypes == {torch.bfloat16}
+            assert_float32_values(kind, values)
 
 
 @pytest.mark.slow
