@@ -12,7 +12,7 @@ from rank_worker import contents
 
 import sampling
 import train_rl
-from batch import Request
+from batch import Group, Request
 from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt
 from data.stream import seed_of
@@ -194,3 +194,14 @@ def test_a_schedule_changes_the_sampling_rank_of_a_group_but_no_training_batch(m
     assert results["arrival"] == results["longest_first"]
     assert any(batches for batches, _ in results["longest_first"][1][0])
     assert world_size == 1 or sampled["arrival"] != sampled["longest_first"], "schedules differ"
+
+
+def test_a_continued_group_keeps_its_rank_and_counts_as_tokens_there(ranks):
+    """Rank 0 expects 400 tokens. Two new groups take workers 300 each: side by side on rank 1, 600 would be
+    more than the 410 tokens of rank 0 with one of them.
+    """
+    ranks(2)
+    continued = Group(0, 0, expected_tokens=100.0, rank=0)
+    new = [Group(slot, slot, expected_tokens=10.0, work_tokens=300.0) for slot in (1, 2)]
+    train_rl.deal_jobs([Job(continued, range(4, 8)), *(Job(group, range(1)) for group in new)])
+    assert [group.rank for group in (continued, *new)] == [0, 1, 0]
