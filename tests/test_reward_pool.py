@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import yaml
 from conftest import ROOT
 
 import workers
@@ -27,7 +29,7 @@ from reward import (
     impossible_references,
     verify,
 )
-from settings import RewardSettings
+from settings import DataSettings, RewardSettings
 from tests.patience import limit, wait_until
 from tests.test_reward import HANGS
 from train_rl import compute_advantages
@@ -213,6 +215,41 @@ def test_a_scale_is_linear_and_further_numbers_of_a_dict_are_parts(own):
     text = "{'score': 0.5, 'acc': 0}"
     (verdict,) = scored((f"1*exact + 3*{kind}", text, text))
     assert verdict == Verdict(2.5 / 4, "ok", parts={"exact": 1.0, kind: 0.5, f"{kind}/acc": 0.0})
+
+
+TRL = """
+def accuracy(completions, answer, **kwargs):
+    return [2.0 if text == gold else 0.0 for text, gold in zip(completions, answer)]
+def brevity(prompts, completions, **kwargs):
+    return [1 - 2 * min(1, len(text) / len(prompt)) for prompt, text in zip(prompts, completions)]
+"""
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = data_source == "d" and solution_str == ground_truth
+    return {"score": 1 if right else -1, "acc": right, "pred": solution_str}
+"""
+
+
+def test_functions_of_trl_and_verl_score_through_the_files_of_the_page(tmp_path, monkeypatch):
+    """As in docs/from_trl_or_verl.md, with the settings that it prints."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/trl_rewards.py").write_text(TRL)
+    Path("mine/reward_score.py").write_text(VERL)
+    page = (ROOT / "docs/from_trl_or_verl.md").read_text()
+    files = dict(re.findall(r"```\w+\n# (mine/\S+)\n(.*?)```", page, re.DOTALL))
+    for name, text in files.items():
+        Path(name).write_text(text)
+    trl, verl = (yaml.safe_load(files[f"mine/{name}.yaml"]) for name in ("trl", "verl"))
+    (trl_set,), (verl_set,) = (DataSettings(**values["data"]).train for values in (trl, verl))
+    scales = trl["reward"]["scale"] | verl["reward"]["scale"]
+    fields = {"prompt": "12345678", "data_source": "d", "extra_info": {"index": 1}}
+    kinds = [trl_set.kind] * 3 + [verl_set.kind] * 2
+    texts = ["12", "13", "12345678", "12", "13"]
+    verdicts = scored(*((k, text, "12", fields) for k, text in zip(kinds, texts)), scales=scales)
+    trl_rewards = [2.0 + 0.2 * 0.5, 0.0 + 0.2 * 0.5, 0.0 - 0.2]  # as TRL sums them, from -0.2 to 2.2
+    assert [v.reward for v in verdicts] == pytest.approx([(r + 0.2) / 2.4 for r in trl_rewards] + [1.0, 0.0])
+    assert verdicts[3].parts == {"mine/score.py:score/acc": 1.0}
 
 
 def test_a_part_of_weight_0_is_logged_and_decides_nothing(own):
