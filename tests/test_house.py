@@ -356,7 +356,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "KB": 13400,
     "files": 590,
     "modules, the root": 17,
-    "words of Markdown, docs": 24300,
+    "words of Markdown, docs": 25100,
     "words of Markdown, docs/silent_faults.md": 4400,
     "words of Markdown, experiments": 15850,
     "words of Markdown, kernels": 560,
@@ -372,8 +372,8 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, runtime": 5100,
     "lines of Python, tests": 30800,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 10700,
-    "lines of Python, verifiers": 2290,
+    "lines of Python, the root": 10950,
+    "lines of Python, verifiers": 2360,
 }
 
 
