@@ -79,6 +79,12 @@ class ScalarJudge:
                 f"causal language model (missing weights: {', '.join(sorted(loading['missing_keys']))}); "
                 "name the folder of a reward model"
             )
+        left_out = [key for key in sorted(loading["unexpected_keys"]) if not key.startswith("lm_head.")]
+        if left_out:
+            raise ValueError(
+                f"reward.judge_path {path}: {len(left_out)} tensors would be left out, for example "
+                f"{left_out[0]}: check num_hidden_layers and attention_bias in config.json"
+            )
         tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", **local)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         text_config = model.config.get_text_config()

@@ -501,6 +501,8 @@ def trainer_memory(
         offload_optimizer=on_gpu and config.train.offload_optimizer,  # on CPUs it moves nothing
         fused_adamw=config.train.fused_adamw,
     )  # fmt: skip
+    if config.train.grad_reduce_dtype == "float32" and config.train.zero_stage == 2:
+        parts["on the way back"] += 4 * REDUCE_BUCKET * on_gpu  # the copy that is reduced
     for extra in active(config):
         for part, num_bytes in extra.memory(config, hf_config, tokens).items():
             parts[part] += num_bytes

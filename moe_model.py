@@ -1151,7 +1151,7 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
     """Fill the policy from safetensors. A rank reads the shared tensors and its local experts only.
 
     Every rank checks the shapes of all tensors, so that all ranks raise the same error. ValueError names the
-    tensors that are missing or have another shape.
+    tensors that are missing, have another shape, or would be left out.
     """
     files = {}  # {tensor: open file}
     for shard in checkpoint_shards(folder):
@@ -1169,6 +1169,7 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
         raise ValueError(
             f"{folder} lacks {len(missing)} of {len(tensors)} tensors: {', '.join(missing[:3])} ...{advice}"
         )
+    refuse_left_out(policy, folder, files, {name for name, _, _ in tensors})
     ep_rank = dist.get_rank(policy.group) if policy.group else 0
     for name, view, owner in tensors:
         in_file = files[name].get_slice(name)
@@ -1184,6 +1185,47 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
             view.copy_(in_file[ep_rank * len(view) : (ep_rank + 1) * len(view)])
         elif owner in (None, ep_rank):
             view.copy_(files[name].get_tensor(name))
+
+
+FIELDS = {  # (pattern of a tensor's name, fields of config.json that decide whether a model has it)
+    r"(q|k|v|o)_proj\.bias$": "attention_bias",
+    r"(gate|up|down)_proj\.bias$": "mlp_bias",
+    r"(q|k)_norm\.": "use_qk_norm, model_type",
+    r"^lm_head\.": "tie_word_embeddings",
+    r"\.(mlp|block_sparse_moe)\.": "the number of experts, the layers with experts, model_type",
+    "": "model_type",
+}
+
+
+def refuse_left_out(policy: Policy, folder: str | Path, files: dict, expected: set[str]) -> None:
+    """Raise ValueError for tensors of a checkpoint for which config.json has no place; they would be lost.
+
+    files: {tensor: open file}; expected: names of the policy's tensors. Three kinds are harmless: frequencies
+    of rotary embeddings, which are computed; the layers of multi-token prediction that follow the last layer
+    (num_nextn_predict_layers); and the head of a tied model, if it equals the embedding.
+    """
+    config = policy.config
+    num_layers = config.num_hidden_layers
+    num_known = num_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+    reasons = {}
+    for name in sorted(set(files) - expected):
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        number = int(layer[1]) if layer else -1
+        if name.endswith("rotary_emb.inv_freq") or num_layers <= number < num_known:
+            continue
+        if name == "lm_head.weight" and policy.lm_head.weight is policy.model.embed_tokens.weight:
+            head = files[name].get_tensor(name)
+            embedding = "model.embed_tokens.weight"
+            if torch.equal(head, files[embedding].get_tensor(embedding)):
+                continue
+        fields = next(fields for pattern, fields in FIELDS.items() if re.search(pattern, name))
+        reasons[name] = "num_hidden_layers" if number >= num_layers else fields
+    if reasons:
+        names = ", ".join([*reasons][:4]) + (", ..." if len(reasons) > 4 else "")
+        raise ValueError(
+            f"{folder} has {len(reasons)} tensors for which the model of config.json has no place: {names}; "
+            f"check {', '.join(sorted(set(reasons.values())))} in config.json"
+        )
 
 
 def shape_in_file(policy: Policy, tensor: Tensor, owner: int | None) -> tuple[int, ...]:
@@ -1428,6 +1470,8 @@ def deepspeed_engine(policy: Policy, settings: TrainSettings) -> deepspeed.DeepS
         "gradient_clipping": settings.max_grad_norm,
         "optimizer": {"type": "AdamW", "params": optimizer},
     }
+    if settings.grad_reduce_dtype == "float32":
+        config["communication_data_type"] = "fp32"
     if settings.offload_optimizer:
         on_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         config["zero_optimization"]["offload_optimizer"] = on_host

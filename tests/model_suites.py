@@ -187,7 +187,7 @@ def adamw_engine(policy: moe_model.Policy, zero_stage: int, offload_optimizer: b
     settings = SimpleNamespace(
         learning_rate=ADAMW["lr"], betas=ADAMW["betas"], weight_decay=ADAMW["weight_decay"],
         max_grad_norm=MAX_GRAD_NORM, zero_stage=zero_stage, fused_adamw=None,
-        offload_optimizer=offload_optimizer,
+        offload_optimizer=offload_optimizer, grad_reduce_dtype="model",
     )  # fmt: skip
     engine = moe_model.deepspeed_engine(policy, settings)
     for group in engine.optimizer.param_groups:

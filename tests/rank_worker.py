@@ -166,16 +166,42 @@ def run_nonfinite(case: str, on_nonfinite: str, completions: list[dict], engine,
     }  # fmt: skip
 
 
+def averaged_gradients(folder: Path, group) -> dict:
+    """Average two gradients that bfloat16 holds exactly over the ranks, with each precision and ZeRO stage.
+
+    The loss is a product of the parameters with numbers of this rank. AdamW with a first decay rate of 0
+    keeps the average as its first moment. Returns both gradients, and the moment of each case.
+    """
+    moments = {}
+    for reduced, stage, offload in ((r, *z) for r in ("model", "float32") for z in ((1, 0), (2, 0), (2, 1))):
+        config = make_config(
+            "model.dtype=bfloat16", f"train.zero_stage={stage}", f"train.grad_reduce_dtype={reduced}",
+            f"train.offload_optimizer={bool(offload)}", "train.betas=[0.0,0.9]", "train.max_grad_norm=1.0e+9",
+        )  # fmt: skip
+        engine = start_engine(config, folder / "model", group)
+        drawn = torch.Generator().manual_seed(0)
+        gradients = [
+            [torch.randn(p.shape, generator=drawn).bfloat16() for p in engine.parameters()] for _ in range(2)
+        ]
+        products = [(p * g).sum() for p, g in zip(engine.parameters(), gradients[dist.get_rank()])]
+        engine.backward(torch.stack(products).sum(), scale_wrt_gas=False)
+        engine.step()
+        states = moe_model.optimizer_shard(engine)["adamw"]["state"].values()
+        moments[reduced, stage, bool(offload)] = torch.cat([s["exp_avg"].flatten() for s in states])
+    return {"gradients": [torch.cat([g.flatten() for g in of_rank]) for of_rank in gradients]} | moments
+
+
 def nonfinite(folder: Path) -> dict:
     """Run every case with both values of run.on_nonfinite, one after another on one engine."""
     completions = torch.load(folder / "request.pt")["completions"]
     num_experts = moe_model.num_experts_of(moe_model.load_config(folder / "model"))
+    whole = moe_model.create_expert_parallel_group(1, num_experts)
     group = moe_model.create_expert_parallel_group(2, num_experts)
     engine = start_engine(
         make_config("train.learning_rate=0.1", "model.dtype=float32"), folder / "model", group
     )
     skips = {precision: after_bad_updates(completions, folder, group, precision) for precision in PRECISIONS}
-    return {"skips": skips} | {
+    return {"skips": skips, "averages": averaged_gradients(folder, whole)} | {
         (case, on_nonfinite): run_nonfinite(case, on_nonfinite, completions, engine, folder)
         for case in ("loss", "gradient", "reward")
         for on_nonfinite in ("stop", "skip")

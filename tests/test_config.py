@@ -205,6 +205,7 @@ NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML
     ("checkpoint.resume", "weights"): "a run that resumes with another number of ranks",
     ("checkpoint.on_damage", "older"): "a start after a disk has failed",
     ("checkpoint.resume", "never"): "scripts that must not add to an earlier run",
+    ("train.grad_reduce_dtype", "float32"): "twice the traffic; no result here shows a gain",
     ("run.on_nonfinite", "skip"): "long runs that are worth more than one update",
 }
 

@@ -256,6 +256,11 @@ def test_folders_without_a_scalar_judge_are_refused(judge_folder, tiny_folder, t
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)  # one label, but the head of a language model
     with pytest.raises(ValueError, match="head"):
         build_judge("scalar", str(tmp_path))
+    config = Qwen3Config.from_pretrained(judge_folder, attention_bias=True)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    Qwen3Config.from_pretrained(judge_folder).save_pretrained(tmp_path)  # without the biases
+    with pytest.raises(ValueError, match="q_proj.bias.*attention_bias|k_proj.bias.*attention_bias"):
+        build_judge("scalar", str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):

@@ -469,6 +469,53 @@ def test_names_index_and_dtypes_of_an_export_are_those_of_transformers(kind, tmp
     assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+LEFT_OUT = {  # kind of the model, changed fields of its config.json, added tensors, words of the refusal
+    "a layer": ("dense", {"num_hidden_layers": 2, "layer_types": None}, {}, "11 tensors.*num_hidden_layers"),
+    "biases": ("dense_tied", {"attention_bias": False}, {}, "q_proj.bias.*attention_bias"),
+    "norms of queries": ("glm", {"use_qk_norm": False}, {}, "k_norm.*use_qk_norm"),
+    "norms of another type": ("dense", {"model_type": "llama"}, {}, "k_norm.*model_type"),
+    "experts": ("moe", {"num_experts": 4, "num_local_experts": 4}, {}, "experts.4.*number of experts"),
+    "a head": ("dense", {"tie_word_embeddings": True}, {}, "lm_head.weight.*tie_word_embeddings"),
+    "a head of other values": ("dense_tied", {}, {"lm_head.weight": 7.0}, "lm_head.*tie_word_embeddings"),
+    "a layer after those of multi-token prediction": (
+        "glm", {"num_nextn_predict_layers": 1}, {"model.layers.4.norm.weight": 0.0}, "num_hidden_layers",
+    ),
+    "an adapter": ("dense", {}, {"model.layers.0.self_attn.q_proj.lora_A.weight": 0.0}, "model_type"),
+}  # fmt: skip
+HARMLESS = {
+    "frequencies": ("dense", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": 0.0}),
+    "multi-token prediction": ("glm", {"num_nextn_predict_layers": 1}, {"model.layers.3.norm.weight": 0.0}),
+    "a copy of the tied head": ("dense_tied", {}, {"lm_head.weight": None}),
+}
+
+
+def saved_with(folder: Path, kind: str, fields: dict, added: dict) -> None:
+    """Save a tiny model, with other fields of config.json and with added tensors; None: the embedding."""
+    tiny_model(kind).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(only_shard(folder))
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors |= {
+        n: embedding.clone() if v is None else torch.full_like(embedding, v) for n, v in added.items()
+    }
+    save_file(tensors, only_shard(folder))
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_tensors_that_the_config_gives_no_place_are_refused(case, tmp_path):
+    *model, words = LEFT_OUT[case]
+    saved_with(tmp_path, *model)
+    with pytest.raises(ValueError, match=f"(?s){tmp_path}.*{words}"):
+        load_policy(tmp_path)
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_harmless_tensors_of_a_file_are_left_out(case, tmp_path):
+    saved_with(tmp_path, *HARMLESS[case])
+    assert all(parameter.isfinite().all() for parameter in load_policy(tmp_path).parameters())
+
+
 def only_shard(folder: Path) -> Path:
     (shard,) = folder.glob("*.safetensors")
     return shard

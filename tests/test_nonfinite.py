@@ -59,6 +59,17 @@ def test_a_skipped_update_leaves_nothing_behind():
         assert after_bad == [([1, 0, 0], True)] * 3, precision
 
 
+def test_gradients_are_averaged_in_float32_if_the_setting_says_so():
+    """Against the exact average of all elements, whose order is unknown; bfloat16 keeps 8 bits."""
+    first, second = (result["averages"] for result in SUITE.results())
+    exact = (first["gradients"][0].double() + first["gradients"][1].double()) / 2
+    for case in [key for key in first if key != "gradients"]:
+        averages = torch.cat([first[case], second[case]]).double()
+        averages = averages[averages != 0].sort().values
+        error = (averages - exact[exact != 0].sort().values).abs().max()
+        assert error <= 1e-7 if case[0] == "float32" else 1e-4 < error < 2**-6, case
+
+
 @pytest.fixture(scope="module")
 def broken_judge(demo_model, tmp_path_factory):
     """Save a reward model with a NaN in the embedding of the token 7."""

@@ -87,6 +87,7 @@ def update(config, case: SimpleNamespace, tokens: int, group) -> list[int]:
         learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0, zero_stage=case.zero,
         fused_adamw=None,
         offload_optimizer=False,
+        grad_reduce_dtype="model",
     )  # fmt: skip
     engine = moe_model.deepspeed_engine(policy, settings)
     for _ in range(2):
