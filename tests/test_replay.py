@@ -796,7 +796,7 @@ def test_the_gate_warns_and_stops_after_its_patience(one_rank, capsys):
     assert counts == [1, 2, 0, 0, 0, 1, 2, 3]  # 0.2 does not exceed the gate
     assert results[:-1] == [None] * 7
     warnings = capsys.readouterr().out.splitlines()
-    assert len(warnings) == 4 and all("algorithm.mismatch_gate" in line for line in warnings)
+    assert len(warnings) == 1 and "algorithm.mismatch_gate" in warnings[0]  # said once
     assert all(figure in warnings[3] for figure in ("0.21", "2 steps", "step 7"))
     names = ("router_replay=r3", "rollout_correction", "mismatch_patience", "mismatch_gate")
     for name in [f"algorithm.{name}" for name in names] + ["rollout.fp8=off", "rollout.dtype=float32"]:
