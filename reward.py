@@ -532,7 +532,7 @@ def impossible_references(
 
     Every completion of such a prompt would be wrong or an error, for example if a numeric answer is "five".
     Each rule has to accept the reference answer, written as a completion would write it, for example in
-    \boxed{}. Constraints and tests only have to be readable. All terms of a weighted sum are checked.
+    \boxed{}. Constraints and tests only have to be readable. Terms of weight 0 are not checked.
 
     A timeout or a dead worker says nothing about an answer, for example on a busy machine. An answer that
     ends so is checked once more, alone. If the second check fails in the same way, the rows are not in the
@@ -545,7 +545,7 @@ def impossible_references(
         tuple, list[int]
     ] = {}  # {(kind, answer, fields if the kind reads fields): indices of rows}
     for index, (kind, answer, fields) in enumerate(rows):
-        for _, term in parts_of(kind):
+        for term in _weighted_terms(kind):
             if term == "code":
                 from verifiers.code import read_tests
 
@@ -575,13 +575,17 @@ def impossible_references(
             reasons |= dict.fromkeys(indices_of[key], f"{answer[:80]!r}: {verdict.status}: {reason}")
     pool.latencies = []  # only latencies of training are reported
     for index, (kind, answer, _) in enumerate(rows if comparisons is not None else ()):
-        terms = [term for _, term in parts_of(kind)]
+        terms = _weighted_terms(kind)
         term = next((term for term in terms if term in RULES), terms[0])
         detail = verdicts[term, answer, ""].detail if term in RULES else ""
         how, _, value = detail.partition("\n")
         if index not in reasons and (term not in RULES or value):
             comparisons[index] = (how or COMPARISONS.get(term, "the score of a function"), value)
     return dict(sorted(reasons.items()))
+
+
+def _weighted_terms(kind: str) -> list[str]:
+    return [term for weight, term in parts_of(kind) if weight > 0]
 
 
 def _check_references(pool: RewardPool, fields_of: dict[tuple[str, str, str], dict]) -> dict:
@@ -614,9 +618,10 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
     """Call each custom function of the kinds and rows once in a worker; ValueError names a broken function.
 
     A function is called with the first row of its kind, or else with the first row of all, and with the
-    reference answer as the completion; if the score is 0, also in the usual forms (ANSWER_FORMS).
-    All rows of its kind must have the columns that it requires. Returns a line with the best score of each
-    function, for the console. If a kind runs programs, the sandbox is started.
+    reference answer as the completion; if the score is 0, also in the usual forms (ANSWER_FORMS). A second
+    call shows the score of an empty completion. All rows of its kind must have the columns that it requires.
+    Returns a line with the scores of each function, for the console. If a kind runs programs, the sandbox is
+    started.
     """
     kinds = dict.fromkeys([*kinds, *(kind for kind, _, _ in rows)])
     first_row = {kind: row for kind, *row in reversed(rows)}
@@ -641,6 +646,9 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
             for form in ANSWER_FORMS:
                 pool.submit(form, name, form.format(answer), answer, fields)
             verdicts[name] = max(pool.collect().values(), key=operator.attrgetter("reward"))
+        for name in [name for name, verdict in verdicts.items() if not verdict.failed]:
+            pool.submit(f"{name}, empty", name, "", *first_row.get(kind_of[name], rows[0][1:]))
+        of_empty = pool.collect()
     lines = []
     for name, verdict in verdicts.items():
         answer, _ = first_row.get(kind_of[name], rows[0][1:])
@@ -650,6 +658,8 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
                 f"{answer[:80]!r} as the completion"
             )
         line = f"{name} gives the first reference answer {verdict.reward:.2f}"
+        score = of_empty[f"{name}, empty"].reward
+        line += f", and an empty completion {score:.2f}" if score > 0 else ""
         forms = ", ".join(form.format("...") for form in ANSWER_FORMS)
         suspicion = f"warning: {line}, also as {forms}: suspicious, because a right answer should score"
         lines.append(line if verdict.reward > 0 else suspicion)

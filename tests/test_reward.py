@@ -497,7 +497,7 @@ def test_impossible_references_have_a_reason():
     possible = [("math", answer, {}) for answer in REFERENCES]
     possible += [("gsm8k", "3 + 4 = 7\n#### 7", {}), ("exact", "a b", {}), ("numeric", " 5%", {})]
     possible += [("code", '["assert f(1) == 1"]', {}), ("own:function", "?", {})]
-    possible += [("0.5*gsm8k + 0.5*characters", "7", {})]
+    possible += [("0.5*gsm8k + 0.5*characters", "7", {}), ("0*numeric + 1*exact", "five", {})]
     impossible = {
         ("math", r"\frac{1}{", "braces"),
         ("math", "?", "letter"),

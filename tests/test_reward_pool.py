@@ -93,6 +93,7 @@ def flees(completion, answer):
     if completion == "dies": os.abort()
     return 1.0
 async def given_later(completion, answer): return eval(answer)
+def short(completion): return 1 / (1 + len(completion))
 def tagged(completion, answer): return completion == f"<answer>{answer}</answer>"
 def equal(completion, answer): return completion == answer
 def raises(completion, answer): raise KeyError("no such test")
@@ -767,8 +768,8 @@ def test_functions_that_work_pass_the_check(own, monkeypatch):
     notes = check_functions([f"{own}:waits", f"1*{own}:prints + 2*{own}:waits_for"], rows, RewardSettings())
     assert check_functions(["math", "0.5*exact + 0.5*gsm8k"], [], RewardSettings()) == []
     names = sorted(f"{own}:{name}" for name in ("waits", "prints", "waits_for", "with_default", "given"))
-    assert sorted(calls) == sorted(note.split()[0] for note in notes) == names
-    assert f"{own}:given gives the first reference answer 1.00" in notes
+    assert sorted(key for key in calls if "empty" not in key) == sorted(n.split()[0] for n in notes) == names
+    assert f"{own}:given gives the first reference answer 1.00, and an empty completion 1.00" in notes
 
 
 @pytest.mark.parametrize(
@@ -795,6 +796,8 @@ def test_a_function_that_gives_its_reference_answer_0_is_suspicious(answer, is_s
     assert line.startswith("warning") == ("suspicious" in line) == is_suspicious
     (line,) = check_functions([], [(f"{own}:tagged", "5", {})], RewardSettings())
     assert line == f"{own}:tagged gives the first reference answer 1.00", "it wants <answer>5</answer>"
+    (line,) = check_functions([], [(f"{own}:short", "5", {})], RewardSettings())
+    assert line.endswith("answer 0.50, and an empty completion 1.00")
 
 
 def test_a_column_that_some_rows_lack_is_named_before_a_run(own):
