@@ -797,7 +797,7 @@ def test_the_gate_warns_and_stops_after_its_patience(one_rank, capsys):
     assert results[:-1] == [None] * 7
     warnings = capsys.readouterr().out.splitlines()
     assert len(warnings) == 1 and "algorithm.mismatch_gate" in warnings[0]  # said once
-    assert all(figure in warnings[3] for figure in ("0.21", "2 steps", "step 7"))
+    assert all(figure in warnings[0] for figure in ("0.3", "1 steps", "step 7"))
     names = ("router_replay=r3", "rollout_correction", "mismatch_patience", "mismatch_gate")
     for name in [f"algorithm.{name}" for name in names] + ["rollout.fp8=off", "rollout.dtype=float32"]:
         assert name in results[-1]
@@ -807,7 +807,7 @@ def test_the_gate_warns_and_stops_after_its_patience(one_rank, capsys):
 @pytest.mark.parametrize(
     "k3s, limit, patience, counts, num_warnings",
     [
-        ([0.3] * 30, 0.2, 0, list(range(1, 31)), 30),  # patience 0 never stops
+        ([0.3] * 30, 0.2, 0, list(range(1, 31)), 1),  # patience 0 never stops, and warns once
         ([1e9, 0.3, None], 0, 1, [0, 0, 0], 0),  # limit 0 is off
         ([0.1, None, 0.3], 0.2, 1, [0, 0, 1], 0),
         ([0.3, None, math.nan], 0.2, 2, [1, 1, 2], 1),  # a step without update leaves the count
@@ -838,9 +838,8 @@ def test_a_skew_counts_like_the_kl_and_only_if_it_is_measured(one_rank, capsys):
         assert mismatch_gate(metrics, state, config) is None
         counts.append(state.steps_above_gate)
     assert counts == [0, 1, 2, 2, 3]
-    first, second, _ = capsys.readouterr().out.splitlines()
+    (first,) = capsys.readouterr().out.splitlines()
     assert "algorithm.skew_gate" in first and "-0.011" in first and "mismatch_gate" not in first
-    assert "algorithm.mismatch_gate" in second and "skew" not in second
     problem = mismatch_gate({"skew_positive": 0.02}, state, config)
     assert "0.02" in problem and "raise algorithm.skew_gate" in problem
     assert "centering.enabled" in problem
