@@ -699,7 +699,7 @@ class PromptSource(Section):
     )
     kind: Annotated[str | None, BeforeValidator(kind_of_mapping), AfterValidator(with_known_kinds)] = setting(
         None,
-        "verifier of rows without a kind of their own. null: gsm8k if the answers contain #### or "
+        "verifier of rows without a kind of their own. null: gsm8k if the answer contains #### or "
         f"data_source is openai/gsm8k, else math. One of {', '.join(KINDS)}, environment (the rewards of "
         "data.environment), a function (module:name or path/file.py:name), or a weighted mean, for example "
         "{math: 0.8, my.py:brevity: 0.2}; weight 0: only logged. A column named kind takes precedence; "

@@ -369,6 +369,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     add("--chat-template-args", metavar="YAML", help='for example "{enable_thinking: false}"')
     add("--date", help="date that the chat template writes (default: the output's, or today)")
     add("--on-bad-row", choices=["stop", "drop"], help="stop at a bad row, or drop it (default: stop)")
+    add("--special-tokens", action="store_true", default=None, help="allow special tokens in messages")
 
 
 def data_settings(args: argparse.Namespace) -> DataSettings:

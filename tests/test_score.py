@@ -328,6 +328,7 @@ def test_prompts_are_read_and_rendered_as_in_training(chat_model, tmp_path):
     assert [(p.answer, p.kind, p.messages) for p in prompts] == [
         ("1", "numeric", conversations[0]), ("2", "numeric", conversations[1])
     ]  # fmt: skip
+    assert options_for(folder, path, "--special-tokens").data.special_tokens
     assert "2 rows dropped" in notes[1] and "context of 99" in notes[1] and "--max-new-tokens 75" in notes[1]
     settings = DataSettings(
         train=[{"path": str(path), "columns": {"prompt": "q", "answer": "info.gold", "difficulty": "level"},
