@@ -94,9 +94,9 @@ from runtime.metrics import (
     console_line,
     effective_sample_size,
     log_metrics,
-    log_samples,
     reduce_metrics,
     rollout_metrics,
+    sample_rows,
     schedule_metrics,
     straggler,
     time_left,
@@ -984,6 +984,9 @@ def reduce_step_metrics(
     return reduced | derived | account
 
 
+SHOWN_RANKS = 4  # ranks whose completions samples.jsonl shows at a time
+
+
 def log_step(
     run: Run,
     batch: RolloutBatch,
@@ -1014,10 +1017,27 @@ def log_step(
     warn_of_idle_steps(metrics, state)
     with run.clock("log"):
         log_metrics(run.accelerator, config, state, metrics)
-        if is_shown and dist.get_rank() == 0:
-            shown = batch if batch.prompts else None
-            shown = shown or collate(sampled[:1], run.prompts, run.prompt_ids, config.reward.binary)
-            log_samples(config, state, shown, run.tokenizer, is_trained=shown is batch)
+        rows = shown_rows(run, batch, sampled) if is_shown else []
+        if rows and dist.get_rank() == 0:
+            append_rows(Path(config.run.dir) / "samples.jsonl", rows)
+            send_texts(run.accelerator, rows[:MAX_SENT], "samples", state.step)
+
+
+def shown_rows(run: Run, batch: RolloutBatch, sampled: list[Group]) -> list[dict]:
+    """Return the rows of samples.jsonl: the first group of each of SHOWN_RANKS ranks, in turn. Collective.
+
+    The first trained group or, if this rank trains on none, the first sampled one.
+    """
+    number = run.state.step // run.config.run.log_every
+    is_due = (dist.get_rank() - SHOWN_RANKS * number) % dist.get_world_size() < SHOWN_RANKS
+    rows = []
+    if is_due and (batch.prompts or sampled):
+        is_trained = bool(batch.prompts)
+        first = collate(sampled[:1], run.prompts, run.prompt_ids, run.config.reward.binary)
+        rows = sample_rows(run.state.step, batch if is_trained else first, run.tokenizer, is_trained)
+    gathered = [[]] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(rows, gathered, group=host_group())
+    return sum(gathered or [], [])
 
 
 # ============================================================================================================

@@ -6,6 +6,7 @@
     python experiments/evaluate.py --model runs/espo --data test.jsonl --json e.json  # or a running one
     torchrun --nproc-per-node=8 experiments/evaluate.py --model MODEL --data FILE --json F.json --html F.html
     python experiments/evaluate.py --run runs/espo --html espo.html    # reads samples.jsonl, needs no engine
+    python experiments/evaluate.py --run runs/{espo,grpo}/eval_samples.jsonl --html both.html  # side by side
 
 --model is the folder of a Hugging Face checkpoint, the name of a model on the hub, an export (run.dir/model),
 a checkpoint of a run, or a run. For a run, the newest checkpoint is evaluated, even while the run trains.
@@ -489,28 +490,45 @@ def tile_of(name: str, means: dict) -> dict:
     return {"name": label_of(name), "unit": unit, **means[name]}
 
 
-def samples_page(run_dir: Path) -> str:
-    """Return the page of a run's training samples; ValueError if samples.jsonl has no row.
+def samples_page(*places: Path) -> str:
+    """Return the page of the completions of runs; ValueError for a place without any.
 
-    An incomplete last line, of a run that is training, is skipped. Rows with token_ids show tokens.
+    places: folders of runs, for their samples.jsonl, or files of rows: samples.jsonl, eval_samples.jsonl, or
+    --completions of this program. Completions of one prompt stand side by side, labelled with the place and
+    the step of an evaluation. Rows with token_ids show tokens.
     """
-    if not run_dir.is_dir():
-        raise ValueError(f"--run {run_dir}: no such folder; name the run.dir of a run")
-    file = run_dir / "samples.jsonl"
+    names = [places[0].resolve().name] if len(places) == 1 else list(map(str, places))
+    rows = []
+    details: list[dict | None] = []
+    for place, name in zip(places, names):
+        rows_of_place = read_rows(place)
+        with_tokens = any("token_ids" in row for row in rows_of_place) and place.is_dir()
+        tokenizer = tokenizer_of_run(place) if with_tokens else None
+        for row in rows_of_place:
+            is_evaluation = "sample" in row
+            step = f"step {row['step']}" if is_evaluation and "step" in row else ""
+            label = " ".join([name] * (len(places) > 1) + [step] * bool(step))
+            has_tokens = tokenizer is not None and "token_ids" in row
+            pieces = text_pieces(tokenizer, row["token_ids"]) if has_tokens else []
+            details.append(token_details(row, pieces) if has_tokens else None)
+            rows.append(
+                {**row, **({"step": None} if is_evaluation else {}), **({"label": label} if label else {})}
+            )
+    prompts, groups = group_rows(rows)
+    prompt_details = [[details[number] for number in numbers] for numbers in groups]
+    return build_page(samples_header(names, rows, len(prompts)), prompts, prompt_details)
+
+
+def read_rows(place: Path) -> list[dict]:
+    """Read the rows of a run's samples or of a file, without an incomplete last line of a run in training."""
+    if not place.exists():
+        raise ValueError(f"--run {place}: no such folder or file; name the run.dir of a run, or its *.jsonl")
+    file = place / "samples.jsonl" if place.is_dir() else place
     *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
     rows = [json.loads(line) for line in lines]
     if not rows:
-        raise ValueError(
-            f"--run {run_dir}: samples.jsonl has no row yet; the first comes with step run.log_every"
-        )
-    details: list[dict | None] = [None] * len(rows)
-    with_tokens = [number for number, row in enumerate(rows) if "token_ids" in row]
-    tokenizer = tokenizer_of_run(run_dir) if with_tokens else None
-    for number in with_tokens:
-        details[number] = token_details(rows[number], text_pieces(tokenizer, rows[number]["token_ids"]))
-    prompts, groups = group_rows(rows)
-    prompt_details = [[details[number] for number in numbers] for numbers in groups]
-    return build_page(samples_header(run_dir, rows, len(prompts)), prompts, prompt_details)
+        raise ValueError(f"--run {place}: {file.name} has no row yet; rows come every run.log_every steps")
+    return rows
 
 
 def tokenizer_of_run(run_dir: Path):
@@ -525,9 +543,9 @@ def tokenizer_of_run(run_dir: Path):
         return load_tokenizer(config["model"]["path"])
 
 
-def samples_header(run_dir: Path, rows: list[dict], num_groups: int) -> dict:
-    """Return the header of the page of a run's samples."""
-    steps = sorted({row["step"] for row in rows})
+def samples_header(names: list[str], rows: list[dict], num_groups: int) -> dict:
+    """Return the header of the page of completions of runs or files with these names."""
+    steps = sorted({row["step"] for row in rows if row.get("step") is not None})
     rewards = [row["reward"] for row in rows]
     last_rewards = rewards[-max(1, len(rows) // 10) :]
     right = sum(row["status"] == "ok" for row in rows) / len(rows)
@@ -537,11 +555,12 @@ def samples_header(run_dir: Path, rows: list[dict], num_groups: int) -> dict:
         ("right", right, "share of the samples"),
     ]
     tiles = [{"name": label, "unit": "share", "mean": value, "note": note} for label, value, note in figures]
-    name = run_dir.resolve().name
-    facts = [["steps", f"{steps[0]} to {steps[-1]}"], ["groups", num_groups], ["completions", len(rows)]]
+    facts = [["steps", f"{steps[0]} to {steps[-1]}"]] if steps else []
+    facts += [["groups", num_groups], ["completions", len(rows)]]
     return {
-        "title": f"{name}: samples of the training", "facts": facts, "tiles": tiles, "tables": [],
-        "mode": "samples", "bins": 0,
+        "title": f"{' and '.join(names)}: {'samples of the training' if steps else 'evaluations'}",
+        "facts": facts, "tiles": tiles, "tables": [], "mode": "samples" if steps else "evaluation",
+        "bins": 0 if steps else 10, "layers": [], "num_experts": 0,
     }  # fmt: skip
 
 
@@ -554,7 +573,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--model", type=Path, help="folder of a checkpoint, an export or a run; or a name on the hub")
-    add("--run", type=Path, help="instead of --model: folder of a run, to make the page of its samples")
+    add("--run", type=Path, nargs="+", help="instead of --model: folders of runs, or their *.jsonl files, "
+        "to make the page of their completions, side by side")  # fmt: skip
     add(
         "--data", nargs="+", action="extend", default=[], help="prompt sets: files, hub names, or {path: ...}"
     )
@@ -899,7 +919,7 @@ def report(args: argparse.Namespace, result: dict) -> None:
 def main(args: argparse.Namespace) -> None:
     """Evaluate --model, or make the page of --run."""
     if args.run is not None:
-        write_aside(args.html, samples_page(args.run))
+        write_aside(args.html, samples_page(*args.run))
         print(f"{args.html}: {args.html.stat().st_size / 1e6:.1f} MB")
         return
     import torch.distributed as dist

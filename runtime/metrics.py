@@ -471,36 +471,35 @@ def log_metrics(accelerator, config: Config, state: TrainState, metrics: dict) -
             send_histogram(accelerator, name.removesuffix("_hist"), values, state.step)
 
 
-def log_samples(
-    config: Config, state: TrainState, batch: RolloutBatch, tokenizer, is_trained: bool = True
-) -> None:
-    """Write the first group of a step to samples.jsonl; `experiments/evaluate.py --run` renders the file.
+def sample_rows(step: int, batch: RolloutBatch, tokenizer, is_trained: bool = True) -> list[dict]:
+    """Return the rows of samples.jsonl for the first group; `experiments/evaluate.py --run` shows them.
 
-    is_trained: False for a group that updates leave out, of a step that trains on no group.
+    is_trained: False for a group that updates leave out, which has no advantages.
+    advantage: mean over the sampled tokens of a completion.
     Log-probabilities and entropies are rounded to 4 decimals, which saves more than half of their text.
     """
-    path = Path(config.run.dir) / "samples.jsonl"
-    with writing(path), path.open("a") as file:
-        for i in (batch.group_index == 0).nonzero().flatten().tolist():
-            prompt = batch.prompts[i]
-            token_ids = batch.completion_ids[i]
-            num = len(token_ids)
-            row = {"step": state.step, "prompt": prompt.text, "completion": tokenizer.decode(token_ids)}
-            row |= asdict(batch.verdicts[i])
-            row |= {name: getattr(prompt, name) for name in ("answer", "kind", "source", "difficulty")}
-            row |= {
-                "trained": is_trained,
-                "num_tokens": num,
-                "finish_reason": batch.finish_reason[i],
-                "token_ids": token_ids,
-            }
-            nats = {"rollout_logprobs": batch.rollout_logprobs, "trainer_logprobs": batch.old_logprobs}
-            for name, values in (nats | {"entropy": batch.entropy}).items():
-                if values is not None:  # old_logprobs and entropy exist only if the update needs them
-                    row[name] = [round(value, 4) for value in values[i, :num].tolist()]
-            if batch.turns is not None:
-                row |= turns_of_row(row, batch.turns[i], batch.response_mask[i, :num].tolist())
-            file.write(json.dumps(row) + "\n")
+    advantages = getattr(batch, "advantages", None)
+    rows = []
+    for i in (batch.group_index == 0).nonzero().flatten().tolist():
+        prompt = batch.prompts[i]
+        token_ids = batch.completion_ids[i]
+        num = len(token_ids)
+        row = {"step": step, "prompt": prompt.text, "completion": tokenizer.decode(token_ids)}
+        row |= asdict(batch.verdicts[i])
+        row |= {name: getattr(prompt, name) for name in ("answer", "kind", "source", "difficulty")}
+        row |= {"trained": is_trained, "advantage": None, "num_tokens": num}
+        row |= {"finish_reason": batch.finish_reason[i], "token_ids": token_ids}
+        mask = batch.response_mask[i, :num]
+        if advantages is not None and mask.any():
+            row["advantage"] = round(advantages[i, :num][mask].mean().item(), 4)
+        nats = {"rollout_logprobs": batch.rollout_logprobs, "trainer_logprobs": batch.old_logprobs}
+        for name, values in (nats | {"entropy": batch.entropy}).items():
+            if values is not None:  # old_logprobs and entropy exist only if the update needs them
+                row[name] = [round(value, 4) for value in values[i, :num].tolist()]
+        if batch.turns is not None:
+            row |= turns_of_row(row, batch.turns[i], mask.tolist())
+        rows.append(row)
+    return rows
 
 
 def turns_of_row(row: dict, turns: tuple[Turn, ...], sampled: list[bool]) -> dict:

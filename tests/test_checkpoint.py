@@ -41,7 +41,7 @@ from runtime.checkpoint import (
     writing,
 )
 from runtime.memory import GIB, NodeMemory
-from runtime.metrics import log_metrics, log_samples
+from runtime.metrics import append_rows, log_metrics, sample_rows
 from runtime.stages import StagePosition
 from runtime.user_files import digest_of_file, file_of, user_file_digests
 
@@ -609,7 +609,9 @@ def test_a_full_disk_is_an_error_that_names_the_file(name, run, tmp_path):
     batch, state = make_batch([[1, 2]]), TrainState()
     writers = {
         "metrics.jsonl": lambda: log_metrics(accelerator, run.config, state, {"score": 1.0}),
-        "samples.jsonl": lambda: log_samples(run.config, state, batch, build_tokenizer()),
+        "samples.jsonl": lambda: append_rows(
+            folder / "samples.jsonl", sample_rows(1, batch, build_tokenizer())
+        ),
         "config.yaml": lambda: prepare_run_dir(folder, run.config, None),
     }
     with pytest.raises(RuntimeError, match=f"{folder / name} .*No space left"):

@@ -27,8 +27,7 @@ from experiments.evaluate import mismatch_figures
 from experiments.page.build import token_details
 from moe_model import pack
 from reward import Verdict
-from runtime.checkpoint import TrainState
-from runtime.metrics import log_samples, rollout_metrics, turn_metrics
+from runtime.metrics import rollout_metrics, sample_rows, turn_metrics
 from settings import DataSettings
 from tests.patience import limit
 from verifiers.tools import schemas_of
@@ -659,9 +658,10 @@ def test_the_prompt_shows_the_tools(tools, tokenizer, tmp_path):
 def test_samples_and_page_tell_who_wrote_a_token(tmp_path, tokenizer):
     batch = episode_batch()
     batch.entropy = batch.rollout_logprobs.abs() * 0.123456
-    config = make_config(f"run.dir={tmp_path}")
-    log_samples(config, TrainState(step=1), batch, tokenizer)
-    row = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    batch.advantages = torch.arange(9.0).expand(len(batch.prompts), -1)
+    row = sample_rows(1, batch, tokenizer)[0]
+    assert row["advantage"] == pytest.approx(29 / 7, abs=1e-4), "tokens 3 and 4 are inserted"
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row) + "\n")
     assert row["turns"] == [
         {"role": "assistant", "num_tokens": 3, "sampled": True},
         {"role": "tool", "num_tokens": 2, "sampled": False},

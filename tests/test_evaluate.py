@@ -349,6 +349,31 @@ def test_samples_of_a_run_become_a_page(tmp_path):
     assert index["header"]["tiles"][0]["mean"] == pytest.approx(2.5 / 3)
 
 
+def test_two_runs_and_two_checkpoints_stand_side_by_side(tmp_path):
+    """Evaluations of all steps share a group for each prompt; training samples are grouped by step."""
+    for run in ("espo", "grpo"):
+        (tmp_path / run).mkdir()
+        rows = [sample_row(step, sample=0, prompt_index=i) for step in (0, 50) for i in (0, 1)]
+        for name, of_file in (("eval_samples", rows), ("samples", [sample_row(10, advantage=0.5)])):
+            (tmp_path / run / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in of_file))
+    files = [tmp_path / run / "eval_samples.jsonl" for run in ("espo", "grpo")]
+    labels = [f"{file} step {step}" for file in files for step in (0, 50)]
+    for places, expected, mode in (
+        (files, [labels, labels], "evaluation"),
+        (files[:1], [["step 0", "step 50"]] * 2, "evaluation"),
+        (
+            [tmp_path / "espo", tmp_path / "grpo"],
+            [[str(tmp_path / "espo"), str(tmp_path / "grpo")]],
+            "samples",
+        ),
+        ([tmp_path / "espo"], [[None]], "samples"),
+    ):
+        index = Elements(samples_page(*places)).read("index")
+        assert [[c["label"] for c in p["completions"]] for p in index["prompts"]] == expected
+        assert index["header"]["mode"] == mode
+    assert index["prompts"][0]["completions"][0]["advantage"] == 0.5
+
+
 @pytest.mark.parametrize("has_export", [True, False])
 def test_samples_with_tokens_are_shown_by_token(has_export, tmp_path):
     model = write_model(tmp_path / ("model" if has_export else "elsewhere"), "m")

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).resolve().parent
 HIGH_ENTROPY_SHARE = 0.2  # fraction of a completion's tokens in ESPO's first entropy group
 COMPLETION_KEYS = (
     "completion", "status", "reward", "detail", "parts", "num_tokens", "finish_reason", "sample",
-    "temperature", "label",
+    "temperature", "label", "advantage",
 )  # fmt: skip
 PROMPT_KEYS = ("prompt", "answer", "kind", "source", "difficulty", "step")
 

@@ -402,6 +402,7 @@ function card(prompt, completion, detail) {
   const header = el("header", {}, el("span", { class: "verdict" }, el("i", { class: `dot ${completion.verdict}` }), LABELS[completion.verdict]),
     el("span", { class: "name" }, nameOf(completion)),
     completion.reward === null ? null : el("b", { class: "reward" }, `reward ${number(completion.reward, completion.reward % 1 ? 3 : 0)}`),
+    completion.advantage === null ? null : el("span", { class: "tag", title: "mean advantage of the sampled tokens" }, `advantage ${number(completion.advantage)}`),
     el("div", { class: "numbers" }, el("span", {}, length), finish, ...parts));
   const body = el("div", { class: "body text", dir: "auto" });
   const footer = el("footer", { hidden: true });
