@@ -1035,7 +1035,7 @@ def shown_rows(run: Run, batch: RolloutBatch, sampled: list[Group]) -> list[dict
         is_trained = bool(batch.prompts)
         first = collate(sampled[:1], run.prompts, run.prompt_ids, run.config.reward.binary)
         rows = sample_rows(run.state.step, batch if is_trained else first, run.tokenizer, is_trained)
-    gathered = [[]] * dist.get_world_size() if dist.get_rank() == 0 else None
+    gathered: list[list[dict]] | None = [[]] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(rows, gathered, group=host_group())
     return sum(gathered or [], [])
 

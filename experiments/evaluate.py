@@ -48,7 +48,14 @@ from pydantic import ValidationError
 
 from data.formats import find_files, is_saved_to_disk
 from data.prompts import DataSettings, Prompt, PromptSource
-from experiments.page.build import build_page, finite, group_rows, text_pieces, token_details
+from experiments.page.build import (
+    build_page,
+    finite,
+    group_rows,
+    reading_notes,
+    text_pieces,
+    token_details,
+)
 from reward import RewardPool, Verdict, check_functions, impossible_references, start_pool
 from runtime.config import Section, explain, flat_settings, merge, read_override, with_settings_apart
 from runtime.launch import leave, one_line, run
@@ -556,7 +563,7 @@ def samples_header(names: list[str], rows: list[dict], num_groups: int) -> dict:
     ]
     tiles = [{"name": label, "unit": "share", "mean": value, "note": note} for label, value, note in figures]
     facts = [["steps", f"{steps[0]} to {steps[-1]}"]] if steps else []
-    facts += [["groups", num_groups], ["completions", len(rows)]]
+    facts += [["groups", num_groups], ["completions", len(rows)], *reading_notes(rows)]
     return {
         "title": f"{' and '.join(names)}: {'samples of the training' if steps else 'evaluations'}",
         "facts": facts, "tiles": tiles, "tables": [], "mode": "samples" if steps else "evaluation",
@@ -897,9 +904,9 @@ def evaluation_page(result: dict, rows: list[dict], tokenizer) -> str:
     """Return the page of an evaluation."""
     prompts, groups = group_rows(rows, level_labels([row["difficulty"] for row in rows]))
     details = [token_details(row, text_pieces(tokenizer, row["token_ids"])) for row in rows]
-    return build_page(
-        evaluation_header(result), prompts, [[details[n] for n in numbers] for numbers in groups]
-    )
+    header = evaluation_header(result)
+    header["facts"] += reading_notes(rows)
+    return build_page(header, prompts, [[details[n] for n in numbers] for numbers in groups])
 
 
 def report(args: argparse.Namespace, result: dict) -> None:

@@ -37,6 +37,7 @@ from experiments.evaluate import (
     prompt_figures,
     read_settings,
     refuse_overwriting,
+    samples_header,
     samples_page,
     table_text,
     training_warnings,
@@ -347,6 +348,20 @@ def test_samples_of_a_run_become_a_page(tmp_path):
     index = Elements(samples_page(tmp_path)).read("index")
     assert [(p["step"], len(p["completions"])) for p in index["prompts"]] == [(10, 2), (20, 1)]
     assert index["header"]["tiles"][0]["mean"] == pytest.approx(2.5 / 3)
+
+
+@pytest.mark.parametrize(
+    "prompt, answer, is_noted",
+    [
+        ("058  +498  =", "4471", True), ("89096+01050=", "801470", True), ("12+34=", "46", False),
+        ("11+22=", "33", False), ("What is 1+1?", "2", False), ("1+1=", "one", False),
+        ("1+1=", None, False),
+    ],
+)  # fmt: skip
+def test_the_page_says_that_digits_are_reversed(prompt, answer, is_noted):
+    rows = [sample_row(10, prompt=prompt, answer=answer)]
+    facts = samples_header(["run"], rows, 1)["facts"]
+    assert any("reversed" in text for _, text in map(lambda fact: map(str, fact), facts)) == is_noted
 
 
 def test_two_runs_and_two_checkpoints_stand_side_by_side(tmp_path):

@@ -474,7 +474,8 @@ def test_a_run_goes_through_its_stages_and_reports_them(staged):
     assert re.search(r"step 6: stages\[1\] \(mixed\) ends \(eval/additions/accuracy", output)
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     of_stage = {number: [s for s in samples if stages[s["step"] - 1] == number] for number in range(3)}
-    assert [len(of_stage[number]) / stages.count(number) for number in range(3)] == [2, 4, 4]
+    counts = [len(of_stage[number]) / stages.count(number) for number in range(3)]
+    assert counts == [4, 8, 8], "a group of each rank"
     assert max(sample["difficulty"] for sample in of_stage[0]) <= 3
     assert {sample["difficulty"] for sample in of_stage[1]} <= {2, 4, 5}
     assert max(row["completion_tokens_max"] for row in steps[:3]) == 4

@@ -122,6 +122,20 @@ def group_rows(
     return prompts, list(groups.values())
 
 
+def reading_notes(rows: list[dict]) -> list[list[str]]:
+    """Return a fact for the header if the sums of these rows have reversed digits, as in the demo."""
+    sums = [(re.fullmatch(r"(\d+) *\+ *(\d+) *=", row["prompt"].strip()), row.get("answer")) for row in rows]
+    sums = [(match, answer) for match, answer in sums if match and str(answer).isdigit()]
+
+    def num_right(step: int) -> int:
+        digits = [[int(text[::step]) for text in (match[1], match[2], str(answer))] for match, answer in sums]
+        return sum(a + b == c for a, b, c in digits)
+
+    if num_right(-1) <= num_right(1):
+        return []
+    return [["digits", "reversed, the smallest weight first: 21+43= is 12 + 34, and 46 is right"]]
+
+
 def finite(value):
     """Replace NaN and infinities, which JSON lacks, by null."""
     if isinstance(value, dict):
