@@ -99,7 +99,8 @@ STATUSES = {  # name: accepted statuses of the function's items, unless "error"
     **dict.fromkeys(("closes", "writes_garbage", "writes_half", "writes_much", "forges", "forges_shape"),
                     ("wrong", "error")),
 }  # fmt: skip
-IN_A_RUN = ("raises", "gives_nan", "gives_2", "gives_text", "leaves", "exits", "aborts", "hangs", "recurses")
+IN_A_RUN = ("raises", "gives_nan", "leaves", "exits", "aborts", "hangs", "recurses")
+NO_SCORES = ("gives_none", "gives_2", "gives_text")  # results that no completion excuses
 
 
 def hostile_function(name: str, bench: Bench, folder: Path) -> tuple[str, str]:
@@ -141,6 +142,22 @@ def hostile_function(name: str, bench: Bench, folder: Path) -> tuple[str, str]:
     return "same", f"{', '.join(sorted(statuses))}; before a run: {message[:300] or 'accepted'}"
 
 
+def no_score(name: str, bench: Bench, folder: Path) -> tuple[str, str]:
+    """Score an item with a function whose result is no score, which ends a run at the first."""
+    import reward
+
+    (folder / "hostile.py").write_text(HOSTILE)
+    try:
+        with reward.RewardPool(1) as pool:
+            pool.submit(0, f"{folder / 'hostile.py'}:{name}", "x", "a", {})
+            pool.collect()
+    except RuntimeError as error:
+        if f":{name} returned" in str(error):
+            return "refused", str(error)[:300]
+        raise
+    raise Failed("the result counts as a verdict")
+
+
 def fleeing_rows(folder: Path) -> tuple[Path, list[str]]:
     """Return a file that appears once a process has fled from a reward function, and settings of a run."""
     (functions := folder / "hostile.py").write_text(HOSTILE)
@@ -180,7 +197,7 @@ def hostile_run(bench: Bench, folder: Path) -> tuple[str, str]:
 
 def reward_cases() -> dict[str, Attempt]:
     """Return a case for every function, and a run with many of the functions."""
-    cases = {name: partial(hostile_function, name) for name in FUNCTIONS}
+    cases = {name: partial(no_score if name in NO_SCORES else hostile_function, name) for name in FUNCTIONS}
     return cases | {"a run with them": hostile_run}
 
 
