@@ -234,7 +234,7 @@ def test_no_text_of_a_tool_becomes_a_token_or_closes_its_result(text):
 
 def test_a_result_is_neither_a_call_nor_the_end_of_a_turn(calculator):
     episode = played(calculator, call("odd", what="call"), "end")
-    assert "<tool_call>" in episode.texts[1] and episode.num_calls == 1
+    assert "< tool_call>" in episode.texts[1] and episode.num_calls == 1
     eos = calculator.extension.tokenizer.eos_token_id
     inserted = [i for i, own in zip(episode.token_ids, episode.sampled_mask) if not own]
     assert eos not in inserted and "< eos>" in episode.texts[1]
