@@ -7,14 +7,26 @@ r"""Compare the boxed answer of a completion with the reference answer, as mathe
 Reading order: boxes() extracts the answer; _comparison() chooses how the answer is compared.
 """
 
-import dataclasses
 import functools
-import logging
 import math
 import re
 from collections.abc import Callable
 
+from verifiers.expressions import (
+    SIGNS,
+    TEXT_COMMAND,
+    equal,
+    has_unit,
+    is_math,
+    load_library,
+    parse,
+    same,
+    undressed,
+)
+
 MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; answers of MATH-500 have at most 53
+MAX_DEPTH = 40  # of braces
+MAX_DIGITS = 50_000  # of a power
 
 
 def verify(completion: str, answer: str) -> tuple[float, str, str]:
@@ -26,36 +38,45 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     characters is compared: the one after "the answer is", else the last. Words, times of day, and answers
     that math-verify cannot parse are compared as text, and require a box.
     """
-    gold = _parse_box(answer, whole=True)
-    matches = _comparison(answer, gold)
-    is_math = matches is _matches_math
-    if not is_math and not _is_text(answer):
+    answer = undressed(answer)
+    matches = _comparison(answer)
+    if matches is not equal and not _is_text(answer):
         return (
             0.0,
             "error",
             f"the reference answer {answer[:99]!r} has no letter or digit, or the braces do not match",
         )
     contents = last_boxes(completion)
-    if not contents:
-        return _unboxed(completion, gold) if is_math else (0.0, "no_answer", "")
-    joined = ", ".join(contents)
-    if len(joined) > MAX_PARSED_CHARS:
-        return 0.0, "wrong", ""
+    if not contents and not re.search(r"\\(?:boxed|fbox)\s*\{", completion):  # a cut box is no answer
+        contents = [text] if (text := unboxed_answer(completion)) else []
+        if matches is equal and re.fullmatch(r"\s*\(.*\)\s*", "".join(contents)):
+            matches = functools.partial(equal, sums=True)
     if not any(content.strip(" .") for content in contents):
         return 0.0, "no_answer", ""
+    if sum(map(len, contents)) > MAX_PARSED_CHARS:
+        return 0.0, "wrong", ""
+    contents = [undressed(content) for content in contents]
+    joined = ", ".join(contents)
+    if too_large(joined) or too_large(answer):
+        is_right = normal_text(joined) == normal_text(answer)
+        return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
     is_right = matches(joined, answer)
     if not is_right and len(contents) > 1:  # one answer, repeated
         is_right = all(matches(content, answer) for content in contents)
     return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
 
 
-def _comparison(answer: str, gold: list) -> Callable[[str, str], bool]:
-    """Choose the function (content of a box, reference answer) -> bool; gold: the parsed reference answer."""
+@functools.lru_cache(maxsize=256)  # the completions of a group share their reference answer
+def _comparison(answer: str) -> Callable[[str, str], bool]:
+    """Choose the function (answer of the completion, reference answer) -> bool."""
     if _is_time(answer):
         return _matches_time
+    if too_large(answer):
+        return _matches_text
+    gold = parse(answer, whole=True)
     if _is_words(answer, gold):
         return _matches_words
-    return _matches_math if _is_math(gold) else _matches_text
+    return equal if is_math(gold) or has_unit(answer) else _matches_text
 
 
 def comparison_of(answer: str) -> tuple[str, str]:
@@ -71,9 +92,8 @@ def comparison_of(answer: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------------------
 # Escaped braces (\{) are skipped. A brace after pairs of backslashes (\\ is a line break) is not escaped.
 _BRACE = re.compile(r"(?<!\\)(?:\\\\)+(?=[{}])|\\(?:(boxed|fbox)\s*\{|[{}])|\{|\}")
-_TEXT = r"\\(?:text(?:rm|bf|it|normal|up)?|math(?:rm|bf|it|normal)|mbox|hbox|operatorname)\s*"
 _JOINT = re.compile(  # the text between two boxes of a list; possessive, so that it never backtracks
-    rf"(?:[\s,;&$~*_]|\\[,;:!()\[\]\s]|\\\\|\\q?quad(?![a-z])|{_TEXT}\{{\s*,?\s*(?:and|or)?\s*,?\s*\}}"
+    rf"(?:[\s,;&$~*_]|\\[,;:!()\[\]\s]|\\\\|\\q?quad(?![a-z])|{TEXT_COMMAND}\{{\s*,?\s*(?:and|or)?\s*,?\s*\}}"
     r"|(?<![a-z])(?:and|or)(?![a-z]))*+"
 )
 
@@ -107,15 +127,150 @@ def last_boxes(text: str) -> list[str]:
     return list(dict.fromkeys(content for _, _, content in all_boxes[max(first, 0) :]))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Mathematics
-# ------------------------------------------------------------------------------------------------------------
-def load_library():
-    """Import math-verify (0.4 s), silencing a warning: its timeout is off because the reward pool has one."""
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    import math_verify
+# Where an answer without a box begins. "answer to the question is", "Answer:", "Answer $73$", "#### 73"
+_ANCHOR = re.compile(
+    r"\banswers?\b(?:[^\n.=:$\\]{0,60}?(?:\b(?:is|are|equals?|be)\b|[:=])|(?=\W*\d|[\s*]*(?:\$|\\[(\[])))|^####",
+    re.IGNORECASE | re.MULTILINE,
+)
+_TAGGED = re.compile(r"<answer>(?!.*<answer>)(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_DELIMITED = re.compile(
+    r"(?:(?<![\\\d])\$\$(?P<a>(?:\\.|[^$\\])+)\$\$|(?<![\\\d])\$(?P<b>(?:\\.|[^$\\])+)\$"
+    r"|\\\[(?P<c>(?:(?!\\\]).)+)\\\]|\\\((?P<d>(?:(?!\\\)).)+)\\\))\s*(?P<percent>\\?%)?",
+    re.DOTALL,
+)
+_END = r"[.!?;]?\s*\n|[.?;](?=\s|$)|\*\*|\s?\((?=[a-z]{2,}\s)|<[/|]|[`\"]"
+_END += r"|,?\s+(?:not|because|since|which|so|as|where|when|with|but"
+_SENTENCE_END = re.compile(_END + r")\b")
+_CLAUSE_END = re.compile(_END + r"|for|of|if|that|after|in|on|to)\b")
+_COMPARING = re.compile(
+    r"\b(?:not|no|nor|neither|either|between|than|least|most|less|more|fewer|greater|over|under|above|below)\b",
+    re.IGNORECASE,
+)
+_OPENING_WORDS = re.compile(
+    r"(?:(?:the|a|an|exactly|equal|to|simply|just|therefore|thus|approximately|about|indeed|then|is|number|value"
+    r"|given|by|now|option|choice|total|of|we|have|get)\b[\s:*]*|[:*_`\"'>=#]+\s*)+",
+    re.IGNORECASE,
+)
+_CLOSING_WORD = re.compile(r"(?<=[^\s,])\s+(?!(?:and|or)\b)[A-Za-z]{2,}[\s,!]*$")
 
-    return math_verify
+
+def unboxed_answer(completion: str) -> str:
+    """Return the answer of a completion without a box, "" if there is none.
+
+    It is the text between <answer> tags, else the expression after the last "the answer is", else the last
+    expression: math between dollars or in \\(...\\), or a number with everything that belongs to it.
+    """
+    tail = completion[-MAX_PARSED_CHARS:]
+    if len(tail) < len(completion):  # drop the first word, which may be cut: half a number is another number
+        tail = "".join(tail.split(maxsplit=1)[1:])
+    if tagged := _TAGGED.search(tail):
+        tail = tagged[1].strip()
+    for anchor in reversed(list(_ANCHOR.finditer(tail))):
+        rest = _after_opening_words(tail[anchor.end() :])
+        match = _DELIMITED.match(rest)
+        if match and _is_math_text(match):
+            return _list_of_math(rest, [match])
+        if answer := _in_clause(rest):
+            return answer
+    if tagged and len(tail) < 40 and not _DELIMITED.search(tail):
+        return tail
+    return _last_expression(tail)
+
+
+def _after_opening_words(text: str) -> str:
+    text = text.lstrip()
+    opening = _OPENING_WORDS.match(text)
+    return text[opening.end() :] if opening else text
+
+
+def _in_clause(text: str) -> str:
+    """Return the answer at the beginning of a text, before words such as "because"; "" if there is none."""
+    sentence = _SENTENCE_END.split(text, maxsplit=1)[0]
+    *_, last = re.split(r"\b(?:is|are|equals)\b", sentence)
+    if last != sentence:
+        text = _after_opening_words(last)
+        if (match := _DELIMITED.match(text)) and _is_math_text(match):
+            return _list_of_math(text, [match])
+    answer = _without_closing_words(_CLAUSE_END.split(text, maxsplit=1)[0])
+    has_words = re.match(r"[A-Za-z]{3,}\s", answer) and re.search(r"\d", answer)
+    return _last_expression(answer) if has_words and not _COMPARING.search(answer) else answer
+
+
+def _without_closing_words(text: str) -> str:
+    """Drop the words after a number: 73 apples. Units of verifiers/expressions.py stay."""
+    text = text.lstrip(" ,:").rstrip(" ,.:")
+    if not re.search(r"\d", text):
+        return text
+    while not has_unit(text) and (closing := _CLOSING_WORD.search(text)):
+        text = text[: closing.start()].rstrip(" ,")
+    return text
+
+
+def _is_math_text(match: re.Match) -> bool:
+    """Tell whether the text between two dollars is no price: "$5 and then $6"."""
+    content = match["b"] or ""
+    return not (re.match(r"\s*\d", content) and re.search(r"(?<![\\A-Za-z{])[a-z]{3,}", content))
+
+
+def _list_of_math(text: str, matches: list[re.Match]) -> str:
+    """Join the math of a match with the math that follows after "and", "or" or a comma."""
+    while following := _DELIMITED.match(text, _JOINT.match(text, matches[-1].end()).end()):
+        matches.append(following)
+    contents = [next(filter(None, m.group("a", "b", "c", "d"))) + (m["percent"] or "") for m in matches]
+    return ", ".join(contents)
+
+
+def _last_expression(text: str) -> str:
+    matches = [match for match in _DELIMITED.finditer(text) if _is_math_text(match)]
+    end = matches[-1].end() if matches else 0
+    numbers = list(re.finditer(r"\d(?:[.,]\d|\d)*", text[end:]))
+    if not numbers:
+        first = len(matches) - 1
+        while first > 0 and _JOINT.fullmatch(text, matches[first - 1].end(), matches[first].start()):
+            first -= 1
+        return _list_of_math(text, [matches[first]]) if matches else ""
+    number = numbers[-1]
+    start = text.rfind("\n", 0, end + number.start()) + 1
+    tokens = list(re.finditer(r"\S+", text[max(start, end) :].split("\n")[0]))
+    place = next(i for i, token in enumerate(tokens) if token.end() > end + number.start() - max(start, end))
+    first = last = place
+    while first > 0 and _belongs(tokens[first - 1][0]) and not re.search(r"[.;:?]$", tokens[first - 1][0]):
+        first -= 1
+    while last + 1 < len(tokens) and _belongs(tokens[last + 1][0]) and tokens[last][0][-1] not in ".;:?":
+        last += 1
+    answer = " ".join(token[0] for token in tokens[first : last + 1])
+    return _without_closing_words(answer.strip("*_`\"'=:").lstrip(" ,:;").rstrip(" ,.:;?*"))
+
+
+def _belongs(token: str) -> bool:
+    """Tell whether a word is part of a formula: it has no two letters in sequence, and is no article."""
+    plain = re.sub(r"\\[A-Za-z]+|sqrt|pi|ln|log|sin|cos|tan|and|or", "", token)
+    return not re.search(r"[A-Za-z]{2}", plain) and token not in ("a", "I", "A")
+
+
+@functools.lru_cache(maxsize=256)
+def too_large(text: str) -> bool:
+    """Tell whether an expression would take SymPy seconds: towers of powers, factorials, deep braces."""
+    text = re.sub(r"\\[,;:! ]|[\s$]|\\left|\\right", "", text)
+    depth = deepest = 0
+    for sign in text:
+        depth += (sign in "{([") - (sign in "})]")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH or re.search(r"![)}\]]+!|!!!", text):
+        return True
+    if any(len(match[1]) > 4 for match in re.finditer(r"(\d+)[)}\]]*!", text)):
+        return True
+    if re.search(r"\\(?:binom|[dt]binom|prod|sum|choose)[^A-Za-z]\S{0,40}?(?:\d{6}|\d\^)", text):
+        return True
+    for match in re.finditer(r"(?<![\d.])(\d[\d.]*)((?:[)}\]]*(?:\^|\*\*)[{(]*-?\d+)+)", text):
+        exponent = 1
+        for power in reversed(re.findall(r"\d+", match[2])):
+            if len(power) > 6 or exponent * math.log10(int(power) or 1) > 7:
+                return True
+            exponent = int(power) ** exponent if exponent else 1
+        if exponent * max(1.0, math.log10(float(match[1].strip(".")[:200]) + 1)) > MAX_DIGITS:
+            return True
+    return re.search(r"(?:\^|\*\*)[{(]*-?\d{5}", text) is not None
 
 
 def warm_up() -> None:
@@ -123,124 +278,13 @@ def warm_up() -> None:
     load_library()
     import sympy  # noqa: F401
 
-    for answer, completion in (("0.5", r"\frac{1}{2}"), ("2x", "x^2"), ("(1, 2)", "(1, x)")):
+    for answer, completion in (("0.5", r"\frac{1}{2}"), ("2x", "x^2"), ("(1, 2)", "(1, x)"), ("x<1", "x>2")):
         verify(rf"\boxed{{{completion}}}", answer)
-
-
-# Notations that math-verify misreads: 1e-05 as a product with e, 10\,000 as the numbers 10 and 000.
-_EXPONENT = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?![\w.]*\w)")
-_ROOT = re.compile(r"\u221a\s*(\d+(?:\.\d+)?|\w|\([^()]*\)|\{[^{}]*\})")
-_SPACED = re.compile(r"(?<![\w.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)")
-
-
-def _in_latex(text: str) -> str:
-    r"""Rewrite a box for math-verify: Unicode signs as LaTeX commands, and see _plain_numbers()."""
-    text = _ROOT.sub(r"\\sqrt{\1}", text).translate(_SIGNS)
-    return _plain_numbers(text.replace(r"\varnothing", r"\emptyset"))
-
-
-def _plain_numbers(text: str) -> str:
-    r"""Rewrite numbers with an exponent as products with a power of ten, and 10\,000 as 10000."""
-    text = _EXPONENT.sub(lambda match: rf"{match[1]} \times 10^{{{int(match[2])}}}", text)
-    return _SPACED.sub(lambda match: re.sub(r"\\[,;: ]|~", "", match[0]), text)
-
-
-@functools.lru_cache(maxsize=256)  # the completions of a group share their reference answer
-def _parse_box(content: str, whole: bool = False, units: bool = True) -> list:
-    """Return [expression, normalised text] of a boxed answer, [text] if it cannot be parsed, or [] if empty.
-
-    whole: parse all of the content; do not fall back to a fraction inside the content. units: remove units,
-    and letters that may be units, at the end.
-    """
-    library = load_library()
-    # LaTeX only: math-verify's other parsers pick a number out of a box that cannot be parsed, for example
-    # 10 from \boxed{7^{7^7} \bmod 10}.
-    config = library.LatexExtractionConfig(try_extract_without_anchor=not whole)
-    if not units:
-        normal = dataclasses.replace(config.normalization_config, units=False)
-        config = dataclasses.replace(config, normalization_config=normal)
-    box = r"\boxed{" + _in_latex(content).strip().rstrip(".") + "}"
-    return library.parse(box, [config], parsing_timeout=None, raise_on_error=True)
-
-
-def _is_math(parsed: list) -> bool:
-    return bool(parsed) and not isinstance(parsed[0], str)
-
-
-def _matches_math(content: str, answer: str) -> bool:
-    return _equal(_parse_box(answer, whole=True), _parse_box(content))
-
-
-def _equal(gold: list, answer: list) -> bool:
-    is_equal = load_library().verify(gold, answer, timeout_seconds=None, raise_on_error=True)
-    return is_equal and not _is_unfinished(gold, answer) and not _has_other_base(gold, answer)
-
-
-_BASE = re.compile(r"(?<!\w)[0-9A-Za-z]+_\{?(\d+)\}?$")
-
-
-def _has_other_base(gold: list, answer: list) -> bool:
-    """Tell whether both texts are numbers with a base, such as 101_2, and the bases differ."""
-    bases = [_BASE.search(str(parsed[-1])) for parsed in (gold, answer)]
-    return None not in bases and bases[0][1] != bases[1][1]
-
-
-# Formulas that only the text shows: math-verify evaluates determinants during parsing, and reads only the
-# first number of an unboxed 2^{10} \bmod 7.
-_EVALUATED = re.compile(r"\\(?:operatorname\*?\s*\{\s*)?(?:gcd|lcm|det|b?mod)(?![A-Za-z])|\\begin\{vmatrix\}")
-
-
-def _is_unfinished(gold: list, answer: list) -> bool:
-    r"""Tell whether an answer to a number is still a sum, an integral, a maximum, ... to work out [ours].
-
-    math-verify evaluates the answer, so a policy could copy the question's formula into the box. Powers,
-    roots, products, fractions, 10! and \binom{10}{3} count as numbers, and answers with letters are not
-    checked. gold and answer: the values of _parse_box().
-    """
-    import sympy
-
-    expression = answer[0]
-    if isinstance(expression, sympy.Equality):  # 2 + 3 = 5
-        expression = expression.rhs
-    if not isinstance(gold[0], sympy.Number) or not isinstance(expression, sympy.Basic):
-        return False
-    elementary = sympy.functions.elementary
-    open_forms = (
-        sympy.Add, sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit, sympy.log,
-        sympy.Max, sympy.Min, sympy.floor, sympy.ceiling,
-        elementary.trigonometric.TrigonometricFunction,
-        elementary.trigonometric.InverseTrigonometricFunction,
-        elementary.hyperbolic.HyperbolicFunction,
-    )  # fmt: skip
-    right_side = str(answer[-1]).rpartition("=")[2]
-    is_evaluated = _EVALUATED.search(right_side) and not _EVALUATED.search(str(gold[-1]))
-    return expression.has(*open_forms) or bool(is_evaluated)
-
-
-def _unboxed(completion: str, gold: list) -> tuple[float, str, str]:
-    """Verify the last expression of a completion that has no box."""
-    tail = completion[-MAX_PARSED_CHARS:]
-    if len(tail) < len(completion):  # drop the first word, which may be cut: half a number is another number
-        tail = "".join(tail.split(maxsplit=1)[1:])
-    tail = _plain_numbers(tail.replace("\u2212", "-"))
-    answer = load_library().parse(tail, parsing_timeout=None, raise_on_error=True)
-    if not answer:
-        return 0.0, "no_answer", ""
-    return (1.0, "ok", "") if _equal(gold, answer) else (0.0, "wrong", "")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Text: answers that math-verify cannot parse, for example p \to q or x \equiv 3 \pmod 7 [ours]
 # ------------------------------------------------------------------------------------------------------------
-_SIGNS = str.maketrans(
-    {
-        "\u2212": "-", "\u2264": r"\leq ", "\u2265": r"\geq ", "\u2260": r"\neq ", "\u221e": r"\infty ",
-        "\u03c0": r"\pi ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
-        "\u2192": r"\rightarrow ", "\u2261": r"\equiv ", "\u00b0": r"^\circ ",
-        "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u2124": r"\mathbb{Z}",
-        "\u211d": r"\mathbb{R}", "\u2205": r"\emptyset ", "\u00b2": "^2", "\u00b3": "^3",
-    }
-)  # fmt: skip
 _SYNONYMS = {
     "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "le": r"\leq", "ge": r"\geq", "ne": r"\neq",
     "to": r"\rightarrow", "implies": r"\Rightarrow", "iff": r"\Leftrightarrow", "land": r"\wedge",
@@ -254,7 +298,7 @@ _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\s+", " "),
-        (_TEXT + r"\{([^{}]*)\}", r" \1 "),
+        (TEXT_COMMAND + r"\{([^{}]*)\}", r" \1 "),
         (r"\\(?:left|right)\s*\.", ""),
         (r"\\pmod\s*(?:\{([^{}]*)\}|(\w))", r"(mod \1\2)"),
         (r"\\([a-zA-Z]+)", lambda match: _SYNONYMS.get(match[1], match[0])),
@@ -283,7 +327,7 @@ def _fold(word: str) -> str:
 
 def normal_text(text: str) -> str:
     """Normalise a text: remove spaces, $ and text commands, lowercase words, and unify LaTeX synonyms."""
-    text = text.translate(_SIGNS)
+    text = text.translate(SIGNS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
@@ -314,7 +358,7 @@ def _matches_time(content: str, answer: str) -> bool:
 
 
 _NOT_IN_WORDS = re.compile(  # text commands, braces, spaces, quotes and signs of products
-    rf"{_TEXT}(?=\{{)|(?<!\\)[{{}}]|\\(?:cdot|times)(?![A-Za-z])|\\[,;:! ]"
+    rf"{TEXT_COMMAND}(?=\{{)|(?<!\\)[{{}}]|\\(?:cdot|times)(?![A-Za-z])|\\[,;:! ]"
     "|[\\s$~*\"'`\u2018\u2019\u201c\u201d\u00b7\u00d7\u22c5]"
 )
 
@@ -345,7 +389,7 @@ def _is_words(answer: str, gold: list) -> bool:
     """
     if not _has_only_words(answer):
         return False
-    if not _is_math(gold):
+    if not is_math(gold):
         return True
     return bool(gold[0].free_symbols) and _has_only_words(str(gold[-1]).replace(r"\infty", "inf"))
 
@@ -380,8 +424,8 @@ def _matches_text(content: str, answer: str) -> bool:
     """Tell whether two texts are equal, or are lists of equal pieces in any order."""
     if normal_text(content) == normal_text(answer):
         return True
-    texts = [re.sub(_TEXT + r"\{\s*,?\s*(and|or)\s*,?\s*\}", r" \1 ", text) for text in (content, answer)]
-    pieces, gold_pieces = map(_pieces, texts)
+    joint = re.compile(TEXT_COMMAND + r"\{\s*,?\s*(and|or)\s*,?\s*\}")
+    pieces, gold_pieces = (_pieces(joint.sub(r" \1 ", text)) for text in (content, answer))
     if len(pieces) != len(gold_pieces):
         return False
     for gold in gold_pieces:
@@ -407,5 +451,5 @@ def _same_piece(piece: str, gold: str) -> bool:
     num_sets = [text.count(r"\{") for text in (piece, gold)]  # math-verify takes a set for a tuple
     if has_words or num_sets[0] != num_sets[1] or re.search(r"[0-9] [0-9]", f"{piece}, {gold}"):
         return False
-    parsed = [_parse_box(text, whole=True, units=False) for text in (gold, piece)]
-    return all(map(_is_math, parsed)) and _equal(*parsed)
+    parsed = [parse(text, whole=True, units=False) for text in (gold, piece)]
+    return all(map(is_math, parsed)) and same(*parsed)

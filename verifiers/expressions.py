@@ -1,0 +1,563 @@
+r"""Read the LaTeX of an answer and compare two answers as mathematics, on top of math-verify and SymPy.
+
+    equal(r"\frac{1}{2^{20}}", r"2^{-20}")      # True: numbers are compared relative to their size
+    equal("x<-1, x>2", r"(-\infty,-1)\cup(2,\infty)")                   # True: sets of numbers
+    equal("5 kg", "5000 g"), equal("5 kg", "5 g"), equal("5 kg", "5")   # True, False, True: units
+
+Reading order: plain_latex() rewrites what math-verify misreads; parse(); equal() and its three comparisons.
+"""
+
+import dataclasses
+import functools
+import logging
+import re
+import unicodedata
+from fractions import Fraction
+
+FLOAT_RTOL = 1.0001e-6  # relative tolerance of a number with a decimal point: 0.333333 is 1/3, 0.33333 is not
+FLOAT_ATOL = 5e-7
+
+# ------------------------------------------------------------------------------------------------------------
+# LaTeX that math-verify reads as it is meant
+# ------------------------------------------------------------------------------------------------------------
+TEXT_COMMAND = r"\\(?:text(?:rm|bf|it|normal|up)?|math(?:rm|bf|it|normal)|mbox|hbox|operatorname)\s*"
+SIGNS = str.maketrans(
+    {
+        "\u2212": "-", "\u2013": "-", "\u2264": r"\leq ", "\u2265": r"\geq ", "\u2260": r"\neq ",
+        "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
+        "\u2192": r"\rightarrow ", "\u2261": r"\equiv ", "\u00b0": r"^\circ ", "\u00f7": "/",
+        "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u2124": r"\mathbb{Z}",
+        "\u211d": r"\mathbb{R}", "\u2205": r"\emptyset ", "\u03b8": r"\theta ", "\u2019": "'",
+    }
+)  # fmt: skip
+_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
+_GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}"  # braces, up to four levels
+_SPACE = r"(?:\\[,;:! ]|\\q?quad(?![a-z])|[\s~])"
+_STYLES = (
+    (r"\\(?:text)?color\s*\{[^{}]*\}\s*" + _GROUP, r"\1"),
+    (r"\\(?:text)?color\s*\{[^{}]*\}|\\colorbox\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}", ""),
+    (r"\{\s*\\(?:rm|bf|it|tt|sf|bfseries)(?![a-z])\s*([^{}]*)\}", r"\\text{\1}"),
+    (r"\\(?:[lL]arge|LARGE|[hH]uge|small|tiny|normalsize|bf|rm|it|bfseries|(?:display|text)style)(?![A-Za-z])",
+     ""),
+    (r"\\(?:text(?:tt|sf|sc|md)|emph|hbox)(?=\s*\{)", r"\\text"),
+    (r"(?<![_^])\\(?:boldsymbol|bm|pmb|bold|underline|ensuremath|math(?:bf|sf|tt|it|normal))\s*" + _GROUP,
+     r"\1"),
+    (r"^\{([^{},;]*)\}$", r"\1"),
+    (r"^\s*(\*\*|__|`|\"+)([^*_`\"]+)\1\s*$", r"\2"),
+    (r"^\s*(?:\$\$?|\\[(\[])\s*((?:[^$\\]|\\(?![)\]]))*?)\s*(?:\$\$?|\\[)\]])\s*$", r"\1"),
+    (rf"^{_SPACE}+|(?:\\\\|{_SPACE})+$|(?<!\\)\\$", ""),
+)  # fmt: skip
+_FUNCTIONS = "sqrt|exp|ln|log|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh"
+_DIGITS = r"(?<![\w.^_{\\])(\d{1,9})"
+_NOTATIONS = (  # numbers and functions as people, books and programs write them
+    (r"\u221a\s*(\d+(?:\.\d+)?|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
+    (r"\\varnothing", r"\\emptyset"),
+    (r"\\[dtc]?frac\s*(\d)\s+(\d)(?!\d)", r"\\frac{\1}{\2}"),
+    (r"\\mathrm\{\s*([ei])\s*\}", r" \1 "),
+    (r"\\text(?:bf|rm|it)?\s*\{\s*\((-?\d[\d.,]*)\)\s*\}", r"\1"),
+    (r"(?<![\w\\])pi(?![A-Za-z])", r"\\pi "),
+    (rf"(?<![A-Za-z\\])({_FUNCTIONS})(?=\s*[(^{{\\]|\s*\d)", r"\\\1"),
+    (r"\\log_\s*\{?\s*e\s*\}?(?![A-Za-z])", r"\\ln "),
+    (r"\*\*\s*(-?\d+(?:\.\d+)?|\w)", r"^{\1}"),
+    (r"\*\*", "^"),
+    (r"\^\s*(-\s*\d+)", r"^{\1}"),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r" \\times "),
+    # 1e-05, which is no product with e
+    (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?)0*(\d{1,3})(?![\w.]*\w)", r"\1 \\times 10^{\2\3}"),
+    (r"(\^\{)\+", r"\1"),
+    # 10\,000, 10 000, 10{,}000 and 10'000 are one number
+    (rf"(?<![\w.,'])\d{{1,3}}(?:(?:{_SPACE}|\{{,\}}|\\text\{{,\}}|,\\!|')\d{{3}})+(?!\d|{_SPACE}*/)",
+     lambda match: re.sub(r"\\text|\D", "", match[0])),
+    # 2 1/2 and 2\frac{1}{2} are mixed numbers
+    (rf"{_DIGITS}(?:{_SPACE}|\\text\{{\s*and\s*\}}| and )+(\d{{1,9}})\s*/\s*(\d{{1,9}})(?![\w.])",
+     lambda match: _improper(match, 0)),
+    (rf"{_DIGITS}{_SPACE}*\\[dtc]?frac\s*(?:\{{\s*(\d{{1,9}})\s*\}}|(\d))\s*(?:\{{\s*(\d{{1,9}})\s*\}}|(\d))",
+     lambda match: _improper(match, 1)),
+    (r"(?<![\w\\])(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot)\s*\{\s*(\d{1,9})\s*\}",
+     lambda match: _repeating(match)),
+    (r"[\u20ac\u00a3\u00a5]", ""),
+    (r"(?<!\\)%", r"\\%"),
+    (r"(?<=[})])\s*\\%", r" \\cdot 1\\%"),
+    (r"\\mathbb\s*\{?R\}?\s*(?:-|\\backslash)\s*(?=\\\{)", r"\\mathbb{R}\\setminus "),
+    (r"(?<![A-Za-z])([A-Za-z])('{1,3})(?![A-Za-z])", lambda match: f"{match[1]}_{{{'p' * len(match[2])}}}"),
+)  # fmt: skip
+_COMPILED = {patterns: [(re.compile(p), r) for p, r in patterns] for patterns in (_STYLES, _NOTATIONS)}
+
+
+def _rewrite(text: str, patterns: tuple) -> str:
+    for pattern, replacement in _COMPILED[patterns]:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _improper(match: re.Match, is_latex: int) -> str:
+    whole, *parts = match.groups()
+    numerator, denominator = map(int, [part for part in parts if part])
+    if not 0 < numerator < denominator:
+        return match[0]
+    return rf"\frac{{{int(whole) * denominator + numerator}}}{{{denominator}}}"
+
+
+def _repeating(match: re.Match) -> str:
+    r"""Write 0.1\overline{6} as \frac{15}{90}."""
+    start = match[1] + match[2]
+    nines = 10 ** len(match[2]) * (10 ** len(match[3]) - 1)
+    return rf"\frac{{{int(start + match[3]) - int(start or 0)}}}{{{nines}}}"
+
+
+@functools.lru_cache(maxsize=256)
+def undressed(text: str) -> str:
+    r"""Remove colours, bold face, sizes, delimiters: \textcolor{red}{13}, **13** and $13$ become 13."""
+    before = None
+    while text != before:
+        before = text
+        text = _rewrite(text.strip(), _STYLES)
+    return text
+
+
+def plain_latex(text: str) -> str:
+    r"""Rewrite an answer for math-verify, for example 2 1/2, 1 234, 1e-5, x**2, sqrt(2) and 10⁸."""
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda match: f"^{{{match[0].translate(_SMALL)}}}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match[0].translate(_SMALL)}}}", text)
+    text = unicodedata.normalize("NFKC", text.translate(SIGNS))  # narrow and full-width forms, ½
+    text = re.sub(r"(\d)\u2044(\d)", r"\\frac{\1}{\2}", text)
+    text = _rewrite(_braced(text), _NOTATIONS)
+    if "," not in text and len(re.findall(r"\\[pm][mp](?![a-z])", text)) == 1:
+        return ", ".join(re.sub(r"\\[pm][mp](?![a-z])", sign, text) for sign in "+-")
+    return text
+
+
+def _braced(text: str) -> str:
+    r"""Write the argument of sqrt(...) and ^(...) in braces."""
+    for match in reversed(list(re.finditer(r"(\\?(?<![A-Za-z])sqrt|\\sqrt|\^|\*\*)\s*\(", text))):
+        depth = 0
+        for end in range(match.end() - 1, len(text)):
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            if depth == 0:
+                command = r"\sqrt" if "sqrt" in match[0] else "^"
+                text = f"{text[: match.start()]}{command}{{{text[match.end() : end]}}}{text[end + 1 :]}"
+                break
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Parsing
+# ------------------------------------------------------------------------------------------------------------
+def load_library():
+    """Import math-verify (0.4 s). Its warning is silenced: the reward pool limits the time.
+
+    math-verify's comparison of numbers is replaced: it drops factors below 1e-15 and rounds to six decimals.
+    """
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    import math_verify
+    from math_verify import grader
+
+    if grader.sympy_numeric_eq is not _same_number:
+        grader.sympy_numeric_eq = _same_number
+        grader.sympy_symbolic_eq = lambda gold, answer: False  # _same_number() simplifies if it has to
+    return math_verify
+
+
+@functools.lru_cache(maxsize=256)  # the completions of a group share their reference answer
+def parse(content: str, whole: bool = False, units: bool = True) -> list:
+    """Return [expression, normalised text] of an answer, [text] if it cannot be parsed, or [] if empty.
+
+    whole: parse all of the content; do not fall back to a fraction inside the content. units: remove units,
+    and letters that may be units, at the end.
+    """
+    library = load_library()
+    # LaTeX only: math-verify's other parsers pick a number out of a box that cannot be parsed, for example
+    # 10 from \boxed{7^{7^7} \bmod 10}.
+    config = library.LatexExtractionConfig(try_extract_without_anchor=not whole)
+    if not units:
+        normal = dataclasses.replace(config.normalization_config, units=False)
+        config = dataclasses.replace(config, normalization_config=normal)
+    text = plain_latex(content).strip().rstrip(".")
+    if re.search(r"(?<![\w}_^])\d+(?:\.\d+)?(?:\s|~|\\ )+\d", text):  # numbers without a sign between
+        return [text]
+    return library.parse(r"\boxed{" + text + "}", [config], parsing_timeout=None, raise_on_error=True)
+
+
+def is_math(parsed: list) -> bool:
+    """Tell whether parse() has found an expression."""
+    return bool(parsed) and not isinstance(parsed[0], str)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Comparison
+# ------------------------------------------------------------------------------------------------------------
+def equal(content: str, answer: str, sums: bool = False) -> bool:
+    """Tell whether the answer of a completion equals the reference answer, as mathematics.
+
+    sums: a sum of numbers is a number, see _is_unfinished().
+    """
+    quantities = [_quantity(text) for text in (answer, content)]
+    (gold_dimension, gold_size, gold), (dimension, size, text) = quantities
+    if gold_dimension and dimension:
+        if gold_dimension != dimension:
+            return False
+        if gold_size != size:
+            return _same_quantity(quantities)
+    elif gold_dimension and _COMPOUND in gold or dimension and _COMPOUND in text:
+        return False  # 2 hours 30 minutes is neither 2 nor 30
+    ratios = [re.sub(r"\\text\{[^{}]*\}", "", side).rpartition("=")[2].split(":") for side in (gold, text)]
+    if len(ratios[0]) > 2 and "dots" not in gold:
+        return _same_ratio(*ratios)
+    names = [re.match(r"\s*(y|[a-z]\(x\))\s*=", side) for side in (gold, text)]
+    if None not in names and (names[0][1] == "y") != (names[1][1] == "y"):  # y = 2x and f(x) = 2x
+        gold, text = (side.partition("=")[2] for side in (gold, text))
+    if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(r"-?\d+,(\d{1,2}|\d{4,})", text):  # 2,74
+        text = text.replace(",", ".")
+    return same(parse(gold, whole=True), parse(text), sums)
+
+
+def same(gold: list, answer: list, sums: bool = False) -> bool:
+    """Compare two values of parse(). sums: a sum of numbers is a number."""
+    if not is_math(answer) or _is_unfinished(gold, answer, sums) or _has_other_base(gold, answer):
+        return False
+    if _is_false(answer[0]):
+        return False
+    if None not in (regions := [_region(gold[0]), _region(answer[0])]):
+        return _same_region(*regions)
+    sides = _in_order(gold[0], answer[0])
+    return load_library().verify(*sides, timeout_seconds=None, raise_on_error=True)
+
+
+_BASE = re.compile(r"(?<!\w)(?:[0-9][0-9A-Za-z]*|[0-9A-F]{2,})_\{?(\d+)\}?$")
+
+
+def _has_other_base(gold: list, answer: list) -> bool:
+    """Tell whether both texts are numbers with a base, such as 101_2, and the bases differ."""
+    bases = [_BASE.search(str(parsed[-1])) for parsed in (gold, answer)]
+    return None not in bases and bases[0][1] != bases[1][1]
+
+
+def _is_false(expression) -> bool:
+    """Tell whether an answer is a false equation of numbers, for example 13 = 12."""
+    import sympy
+
+    sides = expression.args if isinstance(expression, sympy.Equality) else ()
+    return (
+        bool(sides)
+        and all(isinstance(side, sympy.Expr) and not side.free_symbols for side in sides)
+        and (not _close(*sides))
+    )
+
+
+def _in_order(gold, answer) -> tuple:
+    """Write x = 1, y = 2 as the tuple (1, 2) if the other side is a tuple."""
+    import sympy
+
+    def values(side):
+        parts = side.args if isinstance(side, sympy.FiniteSet) else ()
+        if len(parts) < 2 or not all(isinstance(x, sympy.Eq) and x.lhs.is_Symbol for x in parts):
+            return side
+        return sympy.Tuple(*(part.rhs for part in sorted(parts, key=lambda part: part.lhs.name)))
+
+    if isinstance(gold, sympy.Tuple | sympy.Interval) or isinstance(answer, sympy.Tuple | sympy.Interval):
+        return values(gold), values(answer)
+    return gold, answer
+
+
+# ---- numbers and formulas ----
+def _same_number(gold, answer, float_rounding: int = 6, numeric_precision: int = 15) -> bool:
+    """Compare two expressions in place of math-verify's sympy_numeric_eq and sympy_symbolic_eq.
+
+    A percentage equals both numbers that it may stand for: 20% is 0.2 and 20 [ours].
+    """
+    import sympy
+
+    if isinstance(gold, sympy.MatrixBase | sympy.MatrixExpr) or isinstance(
+        answer, sympy.MatrixBase | sympy.MatrixExpr
+    ):
+        return _same_matrix(gold, answer)
+    percents = [_percent_of(side) for side in (gold, answer)]
+    if None not in percents:
+        return _close(*percents)
+    if percents[1] is not None:
+        gold, answer, percents = answer, gold, percents[::-1]
+    if percents[0] is not None:
+        return _close(percents[0], answer) or _close(percents[0] / 100, answer)
+    return _close(gold, answer)
+
+
+def _same_matrix(gold, answer) -> bool:
+    try:
+        gold, answer = gold.doit(), answer.doit()
+        return gold.shape == answer.shape and all(map(_same_number, gold, answer))
+    except (AttributeError, TypeError, NotImplementedError):
+        return False
+
+
+def _percent_of(expression):
+    """Return 20 for 20%, None for anything else."""
+    import sympy
+
+    hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+    if not isinstance(expression, sympy.Mul) or hundredth not in expression.args:
+        return None
+    return sympy.Mul(*(arg for arg in expression.args if arg != hundredth))
+
+
+def _close(gold, answer) -> bool:
+    """Tell whether two expressions are equal, or agree in value up to FLOAT_RTOL if one is a decimal."""
+    import sympy
+
+    try:
+        if gold == answer:
+            return True
+        gold, answer = _evaluated(gold), _evaluated(answer)
+        if gold == answer:
+            return True
+        if isinstance(gold, sympy.Rational) and isinstance(answer, sympy.Rational):
+            return False
+        symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+        if not gold.has(*_open_parts()) and not answer.has(*_open_parts()):
+            verdicts = [_agree(gold, answer, symbols, signs) for signs in (_SIGNS_OF if symbols else "+")]
+            if False in verdicts:
+                return False
+            if True in verdicts:
+                return True
+        return bool(sympy.simplify(gold - answer).is_zero)
+    except (AttributeError, TypeError, ValueError, NotImplementedError, ArithmeticError, RecursionError):
+        return False
+
+
+def _evaluated(expression):
+    """Work out sums and products; i is the imaginary unit. dy/dx stays, which SymPy takes for 0."""
+    import sympy
+
+    if not expression.has(sympy.Derivative) or expression.doit() != 0:
+        expression = expression.doit()
+    return expression.subs({symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"})
+
+
+_SIGNS_OF = ("+", "-", "+-", "-+")  # signs of the symbols at the points of comparison
+
+
+@functools.cache
+def _open_parts() -> tuple:
+    """Return the parts of a formula that are slow to evaluate, or have no value at a point."""
+    import sympy
+    from sympy.core.function import AppliedUndef
+
+    return sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit, AppliedUndef
+
+
+def _agree(gold, answer, symbols: list, signs: str) -> bool | None:
+    """Compare the values at one point; None if there are no two values, or if both are complex.
+
+    Outside of the reals both formulas are undefined in real mathematics: x sqrt(x) is sqrt(x^3).
+    """
+    import sympy
+
+    point = {
+        symbol: sympy.Rational(7 + 4 * index, 3 + index) * (1 if signs[index % len(signs)] == "+" else -1)
+        for index, symbol in enumerate(symbols)
+    }
+    x, y = (side.subs(point).evalf(50) for side in (gold, answer))
+    if not (x.is_number and y.is_number and x.is_finite and y.is_finite):
+        return None
+    if symbols and "-" in signs and not x.is_real and not y.is_real:
+        return None
+    difference = abs(x - y)
+    size = max(abs(x), abs(y))
+    if difference <= size * sympy.Float("1e-40"):
+        return True
+    if not gold.has(sympy.Float) and not answer.has(sympy.Float):
+        return None if min(abs(x), abs(y)) < 1e-40 else False  # zero, of a sum that has to be simplified
+    return bool(difference <= size * 1e-12 or (difference <= size * FLOAT_RTOL and difference <= FLOAT_ATOL))
+
+
+# Formulas that only the text shows: math-verify evaluates determinants during parsing, and reads only the
+# first number of an unboxed 2^{10} \bmod 7.
+_EVALUATED = re.compile(r"\\(?:operatorname\*?\s*\{\s*)?(?:gcd|lcm|det|b?mod)(?![A-Za-z])|\\begin\{vmatrix\}")
+
+
+def _is_unfinished(gold: list, answer: list, sums: bool) -> bool:
+    r"""Tell whether an answer to a number is still a sum, an integral, a maximum, ... to work out [ours].
+
+    math-verify evaluates the answer, so a policy could copy the question's formula into the box. Powers,
+    roots, products, fractions, 10! and \binom{10}{3} count as numbers, and answers with letters are not
+    checked. gold and answer: the values of parse(). sums: a sum of numbers is worked out, as in (9+1).
+    """
+    import sympy
+
+    expression = answer[0]
+    if isinstance(expression, sympy.Equality):  # 2 + 3 = 5
+        expression = expression.rhs
+    if not isinstance(gold[0], sympy.Number) or not isinstance(expression, sympy.Basic):
+        return False
+    elementary = sympy.functions.elementary
+    open_forms = (
+        sympy.Add, sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit, sympy.log,
+        sympy.Max, sympy.Min, sympy.floor, sympy.ceiling,
+        elementary.trigonometric.TrigonometricFunction,
+        elementary.trigonometric.InverseTrigonometricFunction,
+        elementary.hyperbolic.HyperbolicFunction,
+    )  # fmt: skip
+    right_side = str(answer[-1]).rpartition("=")[2]
+    is_evaluated = _EVALUATED.search(right_side) and not _EVALUATED.search(str(gold[-1]))
+    return expression.has(*open_forms[int(sums) :]) or bool(is_evaluated)
+
+
+# ---- sets of numbers: inequalities and intervals ----
+def _region(expression):
+    """Return (set of numbers, variable or None) of an interval or of inequalities, else None."""
+    import sympy
+    from latex2sympy2_extended.logic import And
+
+    try:
+        variable = None
+        if isinstance(expression, sympy.Equality) and isinstance(expression.rhs, sympy.Set):  # x \in [1, 2]
+            variable, expression = expression.args
+        if isinstance(expression, sympy.Interval | sympy.Union | sympy.Complement):
+            return (expression, variable) if not expression.free_symbols else None
+        parts = [expression]
+        if isinstance(expression, And):
+            parts = list(expression._unsorted_args)
+        elif isinstance(expression, sympy.FiniteSet | sympy.Tuple):
+            parts = list(expression.args)
+        if isinstance(expression, sympy.Equality) or not all(_is_inequality(part) for part in parts):
+            return None
+        variables = set().union(*(part.free_symbols for part in parts))
+        if len(variables) != 1:
+            return None
+        if len(parts) == 1 and not isinstance(expression, And):
+            from math_verify.grader import unwrap_fcs  # f(x) becomes a variable
+
+            return unwrap_fcs(expression).as_set(), variables.pop()
+        sets = [_region(part)[0] for part in parts]
+        common = sympy.Intersection(*sets)
+        is_or = common is sympy.S.EmptySet and not isinstance(expression, And)
+        return (sympy.Union(*sets) if is_or else common), variables.pop()
+    except (AttributeError, TypeError, NotImplementedError, ValueError):
+        return None
+
+
+def _is_inequality(expression) -> bool:
+    import sympy
+    from latex2sympy2_extended.logic import And
+
+    if isinstance(expression, And):
+        return all(map(_is_inequality, expression._unsorted_args))
+    return isinstance(expression, sympy.core.relational.Relational) and not isinstance(
+        expression, sympy.Equality
+    )
+
+
+def _same_region(gold: tuple, answer: tuple) -> bool:
+    """Compare two values of _region(); the variable of an interval is free, as in m >= 2 and [2, oo)."""
+    import sympy
+
+    if None not in (gold[1], answer[1]) and gold[1] != answer[1]:
+        return False
+    sets = [sympy.Union(*_components(side[0])) for side in (gold, answer)]
+    if sets[0] == sets[1]:
+        return True
+    if not all(isinstance(side, sympy.Interval | sympy.Union | sympy.FiniteSet) for side in sets):
+        return False
+    boundaries = [sorted(side.boundary, key=lambda x: x.evalf()) for side in sets]
+    return (
+        len(boundaries[0]) == len(boundaries[1])
+        and all(map(_same_number, *boundaries))
+        and sympy.SymmetricDifference(*sets).measure < 1e-5
+        and all((x in sets[0]) == (y in sets[1]) for x, y in zip(*boundaries))
+    )
+
+
+def _components(numbers) -> list:
+    """Split a set into intervals and points, also R without a few points."""
+    import sympy
+
+    if isinstance(numbers, sympy.Complement) and isinstance(numbers.args[1], sympy.FiniteSet):
+        base, points = numbers.args
+        base = sympy.Interval(-sympy.oo, sympy.oo) if base == sympy.S.Reals else base
+        return [base - points]
+    return [sympy.Interval(-sympy.oo, sympy.oo) if numbers == sympy.S.Reals else numbers]
+
+
+# ---- ratios ----
+def _same_ratio(gold: list[str], answer: list[str]) -> bool:
+    """Tell whether a ratio of three or more numbers is the same: 1:2:3 is 2:4:6."""
+    if len(gold) != len(answer):
+        return False
+    sides = [[parse(part, whole=True) for part in side] for side in (gold, answer)]
+    if not all(is_math(part) for side in sides for part in side):
+        return gold == answer
+    (x0, *xs), (y0, *ys) = [[part[0] for part in side] for side in sides]
+    return all(_close(x * y0, y * x0) for x, y in zip(xs, ys))
+
+
+# ---- units ----
+_COMPOUND = "+"
+_UNITS = {  # {dimension: {size: names}}
+    "length": {"0.001": "mm millimeter millimetre", "0.01": "cm centimeter centimetre", "0.1": "dm decimeter",
+               "1": "m meter metre", "1000": "km kilometer kilometre", "0.0254": "inch inche in",
+               "0.3048": "ft foot feet", "0.9144": "yd yard", "1609.344": "mi mile"},
+    "mass": {"0.000001": "mg milligram", "0.001": "g gram gramme", "1": "kg kilogram", "1000": "tonne"},
+    "weight": {"1": "oz ounce", "16": "lb pound"},
+    "time": {"0.001": "ms millisecond", "1": "s sec second", "60": "min minute", "3600": "h hr hour",
+             "86400": "day", "604800": "week"},
+    "years": {"1": "month", "12": "yr year"},
+    "money": {"0.01": "cent", "1": "dollar"},
+    "volume": {"0.001": "ml mL milliliter millilitre", "0.01": "cl", "1": "l L liter litre"},
+    "speed": {"1": "m/s", "5/18": "km/h kmh kph kmph", "0.44704": "mph"},
+}  # fmt: skip
+_UNIT = {
+    name: (dimension, Fraction(size))
+    for dimension, units in _UNITS.items()
+    for size, names in units.items()
+    for name in names.split()
+}
+_NAMES = "|".join(sorted(map(re.escape, _UNIT), key=len, reverse=True))
+_ONE_UNIT = rf"(?P<power>square|cubic|sq\.?|cu\.?)?\s*(?P<unit>{_NAMES})s?(?![A-Za-z/])\.?\s*"
+_AT_END = re.compile(rf"(?<=[\d)}}\s])\s*{_ONE_UNIT}(?:\^?\s*\{{?(?P<exponent>\d)\}}?)?$")
+_PAIR = re.compile(rf"(\d+(?:\.\d+)?)\s*({_NAMES})s?(?![A-Za-z/])\.?(?:\s|,|and\b)*")
+
+
+@functools.lru_cache(maxsize=256)
+def _quantity(text: str) -> tuple[tuple | None, Fraction, str]:
+    """Return (dimension, size of the unit, number) of a text such as 5 kg; (None, 1, text) without a unit.
+
+    The number of 2 hours 30 minutes is in the smallest unit, after _COMPOUND.
+    """
+    plain = re.sub(rf"{TEXT_COMMAND}\{{([^{{}}]*)\}}", r" \1 ", text)
+    plain = plain.replace(r"\$", "").replace("\u00b2", "^2").replace("\u00b3", "^3")
+    plain = " ".join(re.sub(rf"{_SPACE}+", " ", plain).split()).rstrip(".")
+    pairs = _PAIR.findall(plain)
+    if len(pairs) > 1 and not _PAIR.sub("", plain):
+        units = [_UNIT[name] for _, name in pairs]
+        if len({dimension for dimension, _ in units}) == 1:
+            total = sum(Fraction(number) * size for (number, _), (_, size) in zip(pairs, units))
+            size = min(size for _, size in units)
+            return (units[0][0], 1), size, f"{_COMPOUND}{total / size}"
+    match = _AT_END.search(plain)
+    number = plain[: match.start()] if match else re.sub(r"(?:(?<=[\d}\s])\s*[A-Za-z]{3,})+$", "", plain)
+    if not re.search(r"\d", number) or re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", number)):
+        return None, Fraction(1), text
+    if match is None:
+        return None, Fraction(1), number if number != plain else text
+    dimension, size = _UNIT[match["unit"]]
+    words = {"s": 2, "c": 3}.get((match["power"] or " ")[0], 1)
+    power = int(match["exponent"] or words)
+    return (dimension, power), size**power, number
+
+
+def has_unit(text: str) -> bool:
+    """Tell whether a text is a number with a unit that is known here."""
+    dimension, _, number = _quantity(text)
+    return dimension is not None and is_math(parse(number.removeprefix(_COMPOUND), whole=True))
+
+
+def _same_quantity(quantities: list[tuple]) -> bool:
+    """Compare 1 km with 1000 m."""
+    import sympy
+
+    sides = []
+    for _, size, number in quantities:
+        parsed = parse(number.removeprefix(_COMPOUND), whole=True)
+        if not is_math(parsed) or not isinstance(parsed[0], sympy.Expr):
+            return False
+        sides.append(parsed[0] * sympy.Rational(size.numerator, size.denominator))
+    return _close(*sides)
