@@ -81,9 +81,12 @@ def _comparison(answer: str) -> Callable[[str, str], bool]:
 
 def comparison_of(answer: str) -> tuple[str, str]:
     """Return how a reference answer is compared (number, expression or text), and the value."""
-    gold = _parse_box(answer, whole=True)
-    if _comparison(answer, gold) is not _matches_math:
+    answer = undressed(answer)
+    if _comparison(answer) is not equal:
         return "text", normal_text(answer)
+    gold = parse(answer, whole=True)
+    if not is_math(gold):  # a number with a unit, for example 10 km/h
+        return "number", answer
     return "number" if getattr(gold[0], "is_number", False) else "expression", str(gold[0])
 
 
