@@ -363,7 +363,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, runtime": 370,
     "words of Markdown, tests": 1080,
     "words of Markdown, tests/campaign": 660,
-    "words of Markdown, the root": 4980,
+    "words of Markdown, the root": 5120,
     "lines of Python, data": 4390,
     "lines of Python, examples": 80,
     "lines of Python, experiments": 9950,
