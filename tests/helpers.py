@@ -29,9 +29,7 @@ from runtime.metrics import Clock
 from settings import AlgorithmSettings, Config
 from tests import preloaded
 
-# ------------------------------------------------------------------------------------------------------------
-# Settings, prompts, completions, groups, batches
-# ------------------------------------------------------------------------------------------------------------
+# ---- Settings, prompts, completions, groups, batches -------------------------------------------------------
 SMALLEST_TRAINING_SET = "data.train=[{path: unused}]"
 
 
@@ -138,9 +136,7 @@ def make_batch(
     return batch
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Updates: twelve completions, splits over ranks, and cases
-# ------------------------------------------------------------------------------------------------------------
+# ---- Updates: twelve completions, splits over ranks, and cases ---------------------------------------------
 # Adam divides each gradient by its size, so that the rounding of a gradient near 0 becomes a step of lr.
 # SMOOTH_EPS in the denominator bounds the effect of rounding: lr / eps * 1e-8 = 1e-7.
 SMOOTH_EPS = 1e-2
@@ -228,9 +224,7 @@ def update_case(name: str, *rows: list[int], old="none", ep_size=1, padding=0, *
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Stand-ins for engine and verifier
-# ------------------------------------------------------------------------------------------------------------
+# ---- Stand-ins for engine and verifier ---------------------------------------------------------------------
 # (prompt, step, slot, sample) -> (right, length)
 Answer = Callable[[int, int, int, int], tuple[bool | None, int]]
 
@@ -325,9 +319,7 @@ def loss_inputs(
     } | fields)  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Suites on real ranks
-# ------------------------------------------------------------------------------------------------------------
+# ---- Suites on real ranks ----------------------------------------------------------------------------------
 class RankSuite:
     """A suite of rank_worker.py. All suites of one number of ranks share one start of the ranks.
 
@@ -374,9 +366,7 @@ class RankSuite:
         return self.loaded
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Comparing weights and runs
-# ------------------------------------------------------------------------------------------------------------
+# ---- Comparing weights and runs ----------------------------------------------------------------------------
 TIMES = (  # metrics that may differ between two runs with the same numbers
     "seconds", "completion_seconds", "peak_rss", "rollout_bubble", "rollout_tail", "straggler",
     "reward_latency",

@@ -31,9 +31,7 @@ import deepspeed  # isort: skip
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # experts one by one in a loop
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Models and batches
-# ------------------------------------------------------------------------------------------------------------
+# ---- Models and batches ------------------------------------------------------------------------------------
 def tiny_config(kind: str):
     """Make a configuration of pairwise different sizes, so that a swapped dimension is noticed."""
     sizes = dict(
@@ -147,9 +145,7 @@ def policy_from(folder: Path, ep_size: int) -> moe_model.Policy:
     return policy
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Optimizer steps
-# ------------------------------------------------------------------------------------------------------------
+# ---- Optimizer steps ---------------------------------------------------------------------------------------
 ADAMW = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
 MAX_GRAD_NORM = 0.1  # the test asserts that the true norm is several times larger
 STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, checkpoint to start from)
@@ -369,9 +365,7 @@ def autoep(folder: Path) -> dict:
     return {"norm": float(engine.get_global_grad_norm()), "parameters": collect(model.named_parameters())}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Pieces of expert parallelism, at EP = 2
-# ------------------------------------------------------------------------------------------------------------
+# ---- Pieces of expert parallelism, at EP = 2 ---------------------------------------------------------------
 def groups(folder: Path) -> dict:
     """Make expert-parallel groups of valid and invalid sizes, and set the timeouts of all groups."""
     messages = {}

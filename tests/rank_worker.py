@@ -48,9 +48,7 @@ def start_engine(config: train_rl.Config, folder: Path, group, adam_eps: float |
     return engine
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Updates: test_grpo.py, test_replay.py
-# ------------------------------------------------------------------------------------------------------------
+# ---- Updates: test_grpo.py, test_replay.py -----------------------------------------------------------------
 def run_update(case: dict, completions: list[dict], folder: Path, group, losses: list) -> dict:
     """Run helpers.update_case() on this rank's rows.
 
@@ -112,9 +110,7 @@ def updates(folder: Path) -> dict:
     return results
 
 
-# ------------------------------------------------------------------------------------------------------------
-# NaN and infinity: test_nonfinite.py
-# ------------------------------------------------------------------------------------------------------------
+# ---- NaN and infinity: test_nonfinite.py -------------------------------------------------------------------
 def finite_batch(completions: list[dict]) -> train_rl.RolloutBatch:
     """Make the batch of this rank's completions; prompts are named after the row."""
     rows = [i for i in range(len(completions)) if i % 2 == dist.get_rank()]
@@ -243,9 +239,7 @@ def after_bad_updates(completions: list[dict], folder: Path, group, precision: t
     return results
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Exchanges between ranks: test_schedule.py
-# ------------------------------------------------------------------------------------------------------------
+# ---- Exchanges between ranks: test_schedule.py -------------------------------------------------------------
 DTYPES = (torch.uint8, torch.int16, torch.float32)
 PARCELS = ("objects", "tensors", "one way", "nothing", "stays", "completions")
 
@@ -298,9 +292,7 @@ def schedule(folder: Path) -> dict:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Zero-variance elimination: test_zero_variance.py
-# ------------------------------------------------------------------------------------------------------------
+# ---- Zero-variance elimination: test_zero_variance.py ------------------------------------------------------
 def contents(groups: list[train_rl.Group]) -> list[tuple]:
     return [
         (

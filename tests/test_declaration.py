@@ -19,29 +19,29 @@ DECLARED = {
 @pytest.fixture
 def study(tmp_path):
     """A study of two commits: without a declaration, and with one."""
-
-    def git(*words: str) -> str:
-        identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
-        return subprocess.run(
-            ["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "before")
-    before = git("rev-parse", "HEAD")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "before")
+    before = git(tmp_path, "rev-parse", "HEAD")
     (tmp_path / "declared.json").write_text(json.dumps(DECLARED))
     for row in DECLARED["rows"]:
         (tmp_path / f"{row}.yaml").touch()
-    git("add", "--all")
-    git("commit", "-q", "-m", "declared")
-    return tmp_path, before, git("rev-parse", "HEAD")
+    return tmp_path, before, commit_all(tmp_path)
+
+
+def commit_all(folder) -> str:
+    git(folder, "add", "--all")
+    git(folder, "commit", "-q", "-m", "next")
+    return git(folder, "rev-parse", "HEAD")
+
+
+def git(folder, *words: str) -> str:
+    command = ["git", "-C", folder, "-c", "user.name=test", "-c", "user.email=test@localhost", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def dangling(folder) -> str:
     """Make a commit of the present files without history, and return its digest."""
-    command = ["git", "-C", folder, "-c", "user.name=test", "-c", "user.email=test@localhost"]
-    command += ["commit-tree", "-m", "side", "HEAD^{tree}"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return git(folder, "commit-tree", "-m", "side", "HEAD^{tree}")
 
 
 def problems(folder, **changes) -> list[str]:
@@ -83,8 +83,7 @@ def test_a_declaration_that_was_changed_after_the_runs_is_refused(study):
 def test_a_shallow_clone_checks_the_commits_that_it_has(study, tmp_path):
     folder, before, declared = study
     clone = tmp_path / "clone"
-    command = ["git", "clone", "-q", "--depth", "1", f"file://{folder}", str(clone)]
-    subprocess.run(command, check=True, capture_output=True)
+    git(folder, "clone", "-q", "--depth", "1", f"file://{folder}", clone)
     assert problems(clone, commit=before) == [], "cannot be checked"
     assert "not declared" in problems(clone, commit=declared, seed=2)[0]
 
@@ -93,14 +92,11 @@ def test_runs_descend_from_the_commit_that_the_declaration_names(study):
     folder, before, declared = study
     for commit in (before, declared):
         (folder / "declared.json").write_text(json.dumps(DECLARED | {"commit": commit}))
-        git = ["git", "-C", folder, "-c", "user.name=test", "-c", "user.email=test@localhost"]
-        subprocess.run([*git, "commit", "-qam", "named"], check=True)
-        subprocess.run([*git, "checkout", "-q", "--detach"], check=True)
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        assert problems(folder, commit=head) == []
+        git(folder, "commit", "-qam", "named")
+        git(folder, "checkout", "-q", "--detach")
+        assert problems(folder, commit=git(folder, "rev-parse", "HEAD")) == []
         side = dangling(folder)
-        merge = ["merge", "-q", "--allow-unrelated-histories", "-s", "ours", "-m", "merged", side]
-        subprocess.run([*git, *merge], check=True)
+        git(folder, "merge", "-q", "--allow-unrelated-histories", "-s", "ours", "-m", "merged", side)
         assert "descend" in problems(folder, commit=side)[0]
 
 
@@ -168,15 +164,8 @@ TUNED = DECLARED | {
 def tuned(study):
     """A study with a committed declaration, tuning runs and choice: off takes 0.25 and on takes 5e-5."""
     folder, _, _ = study
-    git = ["git", "-C", folder, "-c", "user.name=test", "-c", "user.email=test@localhost"]
-
-    def commit() -> str:
-        subprocess.run([*git, "add", "--all"], check=True)
-        subprocess.run([*git, "commit", "-qm", "next"], check=True)
-        return subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-
     (folder / "declared.json").write_text(json.dumps(TUNED))
-    versions = {"commit": commit(), "dirty": False}
+    versions = {"commit": commit_all(folder), "dirty": False}
     values = {("off", 0.25): 0.75, ("off", 5e-05): 0.5, ("on", 0.25): 0.5, ("on", 5e-05): 0.75}
     runs = [
         {"row": row, "settings": f"train.learning_rate={rate}", "seed": 9, "value": value, "error": False,
@@ -185,7 +174,7 @@ def tuned(study):
     (folder / "tuning_runs.json").write_text(json.dumps(runs))
     choice = tuning.choice_of(TUNED, tuning.recorded_tuning(folder))
     (folder / "tuning.json").write_text(json.dumps(choice))
-    return folder, commit()
+    return folder, commit_all(folder)
 
 
 def tuning_problems(folder, commit: str, seed: int, **settings) -> list[str]:
@@ -252,16 +241,6 @@ def test_the_note_names_the_declaration_and_the_missing_seeds(study):
     pair = {("on", "off")}
     complete = rows | {"on": records("on", [0, 1], declared)}
     assert note(folder, Shown("accuracy", pair, pair), **complete) == f"Declared: `{digest}`."
-
-
-@pytest.mark.parametrize("is_corrected", [False, True])
-def test_the_note_names_undeclared_comparisons(is_corrected, study):
-    folder, _, declared = study
-    pair = {("off", "on")}
-    rows = {row: records(row, [0, 1], declared) for row in ("off", "on")}
-    text = note(folder, Shown(compared=pair, corrected=pair if is_corrected else set()), **rows)
-    assert "Exploratory, not among the declared contrasts: off - on." in text
-    assert ("that the correction lacks: on - off." in text) == is_corrected
 
 
 @pytest.mark.parametrize(

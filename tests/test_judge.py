@@ -25,34 +25,17 @@ from tests.random_judge import save_random_judge
 
 
 @pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    """Write train.jsonl and the tokenizer of the model as data.tiny does."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.build_tokenizer().save_pretrained(folder / "model")
-    train, _ = tiny.sample_problems(tiny.Recipe())
-    write_rows(folder / "train.jsonl", train)
+def judge_folder(tmp_path_factory):
+    """Write a scalar judge of random weights, whose scores differ between texts."""
+    folder = tmp_path_factory.mktemp("judge")
+    save_random_judge(folder, tiny.build_tokenizer())
     return folder
 
 
-def write_rows(file: Path, rows: list[dict]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture(scope="module")
-def judge_folder(tiny_folder):
-    """Write a scalar judge of random weights, whose scores differ between texts."""
-    save_random_judge(tiny_folder / "judge", tiny.build_tokenizer())
-    return tiny_folder / "judge"
-
-
-@pytest.fixture(scope="module")
-def problems(tiny_folder):
-    return [json.loads(line) for line in (tiny_folder / "train.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def texts(problems):
+def texts():
     """Return prompts and completions of many lengths in random order; some texts occur twice."""
+    problems, _ = tiny.sample_problems(tiny.Recipe())
     rng = random.Random(0)
     rows = [(p["prompt"] * rng.randint(1, 3), p["answer"][: rng.randint(1, 6)]) for p in problems[:60]]
     rows += rows[::7]
@@ -237,7 +220,7 @@ def test_a_gap_of_exactly_the_margin_ties_and_nan_is_passed_on(judge_folder):
     assert math.isnan(round_robin(judge, ["p"] * 3, "abd", [0, 0, 0])[0])
 
 
-def test_folders_without_a_scalar_judge_are_refused(judge_folder, tiny_folder, tmp_path):
+def test_folders_without_a_scalar_judge_are_refused(judge_folder, tmp_path):
     from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
     for folder, word in (
@@ -247,7 +230,7 @@ def test_folders_without_a_scalar_judge_are_refused(judge_folder, tiny_folder, t
     ):
         with pytest.raises(ValueError, match=word):
             build_judge("scalar", str(folder))
-    shutil.copytree(tiny_folder / "model", tmp_path, dirs_exist_ok=True)
+    tiny.build_tokenizer().save_pretrained(tmp_path)
     two = {"num_labels": 2, "ignore_mismatched_sizes": True}
     AutoModelForSequenceClassification.from_pretrained(judge_folder, **two).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="labels"):

@@ -41,9 +41,7 @@ TRITON = pytest.param("triton", marks=pytest.mark.slow)  # the interpreter takes
 TRITON_DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The head: cases and the slow reference
-# ------------------------------------------------------------------------------------------------------------
+# ---- The head: cases and the slow reference ----------------------------------------------------------------
 # rows, hidden size, vocabulary, temperature, outputs used by the loss, columns per block (0: one block).
 # Triton's tiles are 64 x 64 x 32 in float32 and 128 x 256 x 64 in two bytes, in 8 splits of whole tiles.
 HEAD_CASES = {
@@ -143,9 +141,7 @@ def assert_head(actual, expected, forward_tolerance, gradient_tolerance):
         assert relative(result, reference) <= gradient_tolerance
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Extreme logits. Operands are small integers times powers of two, so that logits are exact.
-# ------------------------------------------------------------------------------------------------------------
+# ---- Extreme logits. Operands are small integers times powers of two, so that logits are exact. ------------
 EXTREME_CASES = ["spread", "offset", "certain", "other target", "equal", "cold", "hot", "one token"]
 
 
@@ -176,9 +172,7 @@ def extreme_inputs(name):
     return x, weight, targets, g, h, temperature
 
 
-# ------------------------------------------------------------------------------------------------------------
-# FP8: cases
-# ------------------------------------------------------------------------------------------------------------
+# ---- FP8: cases --------------------------------------------------------------------------------------------
 FP8_SHAPES = [
     (1, 1), (128, 128), (130, 257), (33, 300), (127, 129), (3, 100, 140), (2, 2, 5, 131), (0, 5), (5, 0),
 ]  # fmt: skip
@@ -224,9 +218,7 @@ def code_bits(codes):
     return torch.where((bits & 127) == 127, 127, bits)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The Triton kernels' results
-# ------------------------------------------------------------------------------------------------------------
+# ---- The Triton kernels' results ---------------------------------------------------------------------------
 def mend_interpreter():
     """Let Triton's interpreter cast float32 to E4M3 by torch, which rounds like the hardware.
 
@@ -296,9 +288,7 @@ def triton_results(tmp_path_factory):
     return lambda case: compute()[case]
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The head: values and gradients
-# ------------------------------------------------------------------------------------------------------------
+# ---- The head: values and gradients ------------------------------------------------------------------------
 @pytest.mark.parametrize("name", HEAD_CASES)
 @pytest.mark.parametrize("backend", ["naive", "chunked"])
 def test_torch_head_is_the_formula_in_float64(name, backend, monkeypatch):
@@ -513,9 +503,7 @@ def test_a_backend_refuses_unreadable_operands(case):
         linear_logprob_entropy(x, weight, torch.tensor([0, 1]), 1.0, backend)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# FP8
-# ------------------------------------------------------------------------------------------------------------
+# ---- FP8 ---------------------------------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="10 GB of memory on a GPU")
 def test_the_last_of_more_than_2_to_the_31_elements_are_those_of_the_same_rows_alone():
@@ -663,9 +651,7 @@ def test_fp8_round_is_quantise_and_dequantise_of_bfloat16():
     assert not torch.equal(fp8.fp8_round(weight), fp8.dequantise(*fp8.quantise_weight(weight), 128))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Compiled for Hopper; compiling works on any machine
-# ------------------------------------------------------------------------------------------------------------
+# ---- Compiled for Hopper; compiling works on any machine ---------------------------------------------------
 @pytest.mark.parametrize("name", kernel_compile.CASES)
 def test_kernels_compile_to_the_expected_instructions(name, tmp_path, monkeypatch):
     """Tensor cores, bulk copies, the hardware's casts; no spilled registers, TF32, approximate division."""

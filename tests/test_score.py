@@ -110,9 +110,7 @@ def test_pass_rates_agree_with_probabilities_by_transformers(scored, prompts_fil
     assert spread.sum() > 30 and abs(squares.sum() - len(squares)) < 4 * (2 * len(squares)) ** 0.5
     assert (solved[p < 1e-4] == 0).all() and (solved[p > 1 - 1e-4] == SAMPLES).all()
     wrong_pairs = ((solved.roll(1) - expected) ** 2 / variance)[spread]
-    assert abs(wrong_pairs.sum() - len(squares)) > 4 * (2 * len(squares)) ** 0.5, (
-        "wrong pairs exceed the bound"
-    )
+    assert abs(wrong_pairs.sum() - len(squares)) > 4 * (2 * len(squares)) ** 0.5
 
 
 @pytest.mark.slow
@@ -148,9 +146,8 @@ def test_two_ranks_resume_after_a_truncated_line_and_write_the_same_file(scored,
     done = preloaded.run(2, "-m", "data.score", *command(prompts_file, resumed, "--chunk", 31))
     assert done.returncode == 0, done.stderr[-3000:]
     assert resumed.read_bytes() == complete and "7 of 101 prompts done" in done.stderr
-    assert (
-        done.stdout.split("\n", 1)[1] == scored[1].split("\n", 1)[1]
-    )  # the summary covers all rows of the file
+    summaries = [text.split("\n", 1)[1] for text in (done.stdout, scored[1])]
+    assert summaries[0] == summaries[1], "the summary covers all rows of the file"
 
 
 @pytest.mark.slow
@@ -253,23 +250,6 @@ def test_digest_and_weights_follow_the_folder(tmp_path):
     assert len({first, second, model_digest(tmp_path)}) == 3
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--samples", "0"], "--samples 0"),
-        (["--temperature", "0"], "--temperature 0.*--samples 1"),
-        (["--temperature", "-1"], "--temperature -1"),
-        (["--model", "no/such/folder"], "--model no/such/folder.*config.json"),
-        (["reward.sandbocks=rlimits"], "reward.sandbocks.*sandbox"),
-        (["train.num_steps=2"], "train.*rollout.stop"),
-        (["rollout.temperature=2"], "rollout.temperature.*rollout.stop"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        parse_args(["--model", str(ROOT), "--prompts", "p.jsonl", "--output", "s.jsonl", *options])
-
-
 @pytest.mark.slow
 def test_programs_need_a_sandbox_before_anything_is_generated(prompts_file, tmp_path, monkeypatch):
     row = {"prompt": "1+1=", "kind": "code", "answer": '{"inputs": [""], "outputs": ["2"]}'}
@@ -336,9 +316,7 @@ def test_prompts_are_read_and_rendered_as_in_training(chat_model, tmp_path):
         chat="always", system_prompt="S", chat_template_args={"enable_thinking": False}, on_bad_row="drop",
     )  # fmt: skip
     trained = load_sets(settings, tokenizer, 75, [], 0).train
-    assert {prompt_sha(p) for p in trained} == {prompt_sha(p) for p in prompts}, (
-        "load_scores() finds the scores again"
-    )
+    assert {prompt_sha(p) for p in trained} == {prompt_sha(p) for p in prompts}, "the keys of load_scores()"
 
 
 def test_the_header_tells_two_versions_of_a_function_apart(chat_model, tmp_path):
@@ -376,6 +354,13 @@ def test_a_model_may_be_a_name_on_the_hub(chat_model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
+        (["--samples", 0], "--samples 0"),
+        (["--temperature", 0], "--temperature 0.*--samples 1"),
+        (["--temperature", -1], "--temperature -1"),
+        (["--model", "no/such/folder"], "--model no/such/folder.*config.json"),
+        (["reward.sandbocks=rlimits"], "reward.sandbocks.*sandbox"),
+        (["train.num_steps=2"], "train.*rollout.stop"),
+        (["rollout.temperature=2"], "rollout.temperature.*rollout.stop"),
         (["--template", "Q: {question}"], "--template.*{prompt}"),
         (["--template", r"{prompt}\n"], "--template.*line break"),
         (["--limit", 0], "--limit.*0"),
@@ -384,7 +369,7 @@ def test_a_model_may_be_a_name_on_the_hub(chat_model, tmp_path, monkeypatch):
         (["--chat", "never", "--system-prompt", "s"], "data.chat"),
     ],
 )
-def test_bad_options_for_prompts(chat_model, options, message):
+def test_bad_options(chat_model, options, message):
     with pytest.raises(ValueError, match=message):
         options_for(chat_model[0], "set.jsonl", *options)
 

@@ -50,9 +50,7 @@ MOE = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
 MIXED = SMALL | MOE | {"mlp_only_layers": [0], "attention_bias": True, "tie_word_embeddings": False}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Models, engines, samples
-# ------------------------------------------------------------------------------------------------------------
+# ---- Models, engines, samples ------------------------------------------------------------------------------
 def make_policy(kind: str) -> Policy:
     """moe: 3 MoE layers, tied head. mixed: layer 0 dense, biases, untied head. dense, dense_tied: Qwen3."""
     if kind == "moe":
@@ -133,9 +131,7 @@ def test_an_engine_that_fails_while_sampling_raises_one_short_error(engine_of, m
         engine.generate(requests, 0)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Captured routes
-# ------------------------------------------------------------------------------------------------------------
+# ---- Captured routes ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["moe", "mixed", "dense", "dense_tied"])
 def test_samples_are_the_trainers_with_more_requests_than_seats_in_any_order(kind, synced):
     policy, engine = synced(kind)
@@ -253,9 +249,7 @@ def test_capture_of_routes_is_switched_in_both_model_runners_of_vllm():
         assert second.routed_experts_capturer == ("capturer" if capture else None)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# validate_routes
-# ------------------------------------------------------------------------------------------------------------
+# ---- validate_routes ---------------------------------------------------------------------------------------
 def routes_config(num_layers, top_k, num_experts, dense=(), sparse_step=1):
     return SimpleNamespace(
         model_type="qwen3_moe", num_hidden_layers=num_layers, num_experts_per_tok=top_k,
@@ -339,9 +333,7 @@ def test_another_number_of_layers_or_experts_per_token_is_an_error(layers, top_k
         validate_routes([None, valid, other], [5, 5, 5], routes_config(2, 2, 8))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Simulated FP8; test_kernels.py compares fp8_round() with the formula
-# ------------------------------------------------------------------------------------------------------------
+# ---- Simulated FP8; test_kernels.py compares fp8_round() with the formula ----------------------------------
 def random_weight(shape, spread, seed=0):
     """Draw a matrix whose rows and columns differ in size by factors of 100, with 2 % zeros."""
     generator = torch.Generator().manual_seed(seed)
@@ -480,9 +472,7 @@ def test_vllm_would_quantise_exactly_the_tensors_that_the_simulation_rounds(kind
     assert quantised_names(None) - changed == routers, "without the setting vLLM quantises routers too"
 
 
-# ------------------------------------------------------------------------------------------------------------
-# check_weights
-# ------------------------------------------------------------------------------------------------------------
+# ---- check_weights -----------------------------------------------------------------------------------------
 def by_ulps(tensor, steps: dict[int, int]):
     """Copy a tensor; move elements, by flat index, by a number of units in the last place."""
     moved = tensor.contiguous().clone()
@@ -641,9 +631,7 @@ def test_a_tensor_without_a_place_in_the_engine_is_an_error(engine_of):
         engine.check_weights(hf_tensors(policy))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Engines for GPUs, tested on a CPU
-# ------------------------------------------------------------------------------------------------------------
+# ---- Engines for GPUs, tested on a CPU ---------------------------------------------------------------------
 def test_a_sync_calls_vllms_loader_once_per_projection_and_not_once_per_expert(synced, monkeypatch):
     """The CPU path, packing, is switched off. A reload of vLLM calls a loader to count, and again to load."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -875,9 +863,7 @@ def test_a_driver_that_torch_cannot_use_is_an_error_of_one_line(monkeypatch):
     assert rollout.check_driver() is None
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Refusals
-# ------------------------------------------------------------------------------------------------------------
+# ---- Refusals ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("option", [{"fp8": "on"}, {"kv_cache_fp8": True}])
 def test_fp8_without_its_hardware_is_refused(option, engine_of, monkeypatch):
     (name,) = option

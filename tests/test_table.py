@@ -377,14 +377,6 @@ def test_seeds_are_left_out_on_request(tmp_path, capsys):
     assert "Seeds left out: 0, 1." in printed
 
 
-def drop_from_odd_steps(folder: Path, name: str) -> None:
-    log = read_log(folder)
-    for row in log:
-        if row["step"] % 2:
-            row.pop(name, None)
-    write_log(folder, log)
-
-
 def test_a_training_metric_in_place_of_evaluations(tmp_path, monkeypatch, capsys):
     """Rows have 8 steps of 100 tokens and half a second; `late` has no evaluations and the metric in every
     second step only."""
@@ -393,8 +385,10 @@ def test_a_training_metric_in_place_of_evaluations(tmp_path, monkeypatch, capsys
     for seed in (0, 1):
         write_run(root, "early", seed, [0.2] * 5, score=lambda step, seed=seed: step / 10 + seed / 5)
     folder = write_run(root, "late", 0, [0.2] * 5, score=lambda step: step / 20)
-    write_log(folder, [row for row in read_log(folder) if not is_evaluation(row)])
-    drop_from_odd_steps(folder, "score")
+    log = [row for row in read_log(folder) if not is_evaluation(row)]
+    for row in log[::2]:
+        del row["score"]
+    write_log(folder, log)
     options = ("--metric", "train/score", "--parent", "early")
     table, printed = make(root, *options, "--export", tmp_path / "record", capsys=capsys)
     early, late = table
@@ -814,16 +808,6 @@ def test_a_run_with_a_plugin_is_continued_and_recorded_from_the_root(tmp_path, m
     assert report.provenance(folder)["settings"]["algorithm.gain"] == plugin
 
 
-# ---- changed copies of train_rl.py -------------------------------------------------------------------------
-def write_copy(file: Path) -> Path:
-    """Write a copy of train_rl.py that prints a line at the start."""
-    source = (ROOT / "train_rl.py").read_text()
-    line = "    run = set_up(config)\n"
-    assert source.count(line) == 1
-    file.write_text(source.replace(line, '    print("a changed copy", flush=True)\n' + line))
-    return file
-
-
 @pytest.mark.parametrize(
     ("rows", "seeds", "options", "message"),
     [
@@ -910,7 +894,10 @@ def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path, monk
 @pytest.mark.slow
 def test_a_row_from_training_to_the_table(demo_model, python_stand_in, tmp_path, capsys):
     """A changed copy of train_rl.py, in another folder, trains the row."""
-    copy = write_copy(tmp_path / "mine.py")
+    copy = tmp_path / "mine.py"
+    shutil.copy(ROOT / "train_rl.py", copy)
+    line = "    run = set_up(config)\n"
+    edit(copy, line, f'{line}    print("a changed copy", flush=True)\n')
     text = f"base: {ROOT}/experiments/environments/tiny.yaml\nrollout: {{group_size: 4}}\n"
     (tmp_path / "small.yaml").write_text(text)
     out = tmp_path / "out"

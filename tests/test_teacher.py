@@ -100,9 +100,8 @@ def test_a_group_is_taught_as_a_whole_or_not_at_all(rule):
         config = config_of(groups=rule, **penalty)
         batch = taught_batch(groups, config, random.Random(seed))
         plain = taught_batch(groups, config_of(path="null", **penalty), random.Random(seed))
-        gap = (batch.extras["teacher"].logprobs - batch.old_logprobs) * batch.extras[
-            "teacher"
-        ].confidence.unsqueeze(1)
+        lesson = batch.extras["teacher"]
+        gap = (lesson.logprobs - batch.old_logprobs) * lesson.confidence.unsqueeze(1)
         for number, group in enumerate(groups):
             rows = batch.group_index == number
             taught = is_taught(group, rule)
@@ -329,10 +328,7 @@ def test_the_memory_of_the_teacher_is_that_of_its_weights(folder):
     hf_config = moe_model.load_config(folder)
     plain, taught = (
         standing_bytes(memory_plan.trainer_memory(config, hf_config, 1, on_gpu=False))
-        for config in (
-            config_of(path="null", model__dtype="float32"),
-            config_of(path=folder, model__dtype="float32"),
-        )
+        for config in (config_of(path=path, model__dtype="float32") for path in ("null", folder))
     )
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     assert taught - plain == 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -376,17 +372,13 @@ def test_a_teacher_with_the_same_tokenizer_is_accepted_and_remembered(student, t
     check(teacher_in(tmp_path), *student, state)
 
 
-def test_another_vocabulary_is_refused_by_one_sentence(student, tmp_path):
-    hf_config, tokenizer = student
+def test_another_vocabulary_is_refused(student, tmp_path):
     vocabulary = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
     ids = vocabulary["model"]["vocab"]
     ids["7"], ids["8"] = ids["8"], ids["7"]
     (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(vocabulary))
-    with pytest.raises(ValueError, match="vocabulary") as caught:
-        check(teacher_in(tmp_path), hf_config, tokenizer, TrainState())
-    message = str(caught.value)
-    assert message.startswith("teacher.path") and str(tmp_path / "teacher") in message
-    assert "same tokenizer" in message and "\n" not in message and message.count(". ") == 0
+    with pytest.raises(ValueError, match="teacher.path.*vocabulary"):
+        check(teacher_in(tmp_path), *student, TrainState())
 
 
 @pytest.mark.parametrize(
