@@ -342,6 +342,8 @@ def test_a_geometric_mask_knows_the_length_of_each_completion(float64):
     mask = torch.tensor([[True, False, False, False], [True, True, True, True]])
     weights = train_rl.correction_weights(0.5 * mask, torch.zeros(2, 4), mask, algorithm)
     assert not weights.any()
+    on_edges = algorithm.model_copy(update={"rollout_correction_floor": 1.0, "rollout_correction_cap": 1.0})
+    assert train_rl.correction_weights(torch.zeros(2, 4), torch.zeros(2, 4), mask, on_edges).all()
 
 
 @pytest.mark.parametrize("advantage", [1.0, -0.5])
