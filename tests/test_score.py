@@ -358,7 +358,7 @@ def test_a_model_may_be_a_name_on_the_hub(chat_model, tmp_path, monkeypatch):
         (["--temperature", 0], "--temperature 0.*--samples 1"),
         (["--temperature", -1], "--temperature -1"),
         (["--model", "no/such/folder"], "--model no/such/folder.*config.json"),
-        (["reward.sandbocks=rlimits"], "reward.sandbocks.*sandbox"),
+        (["reward.sandbx=rlimits"], "reward.sandbx.*sandbox"),
         (["train.num_steps=2"], "train.*rollout.stop"),
         (["rollout.temperature=2"], "rollout.temperature.*rollout.stop"),
         (["--template", "Q: {question}"], "--template.*{prompt}"),
