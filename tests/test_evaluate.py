@@ -619,7 +619,7 @@ def test_a_run_is_evaluated_as_its_own_evaluation_did(undisturbed, tmp_path):
 
     evaluate("--run", undisturbed, "--html", tmp_path / "run.html")
     index = Elements((tmp_path / "run.html").read_text()).read("index")
-    assert [p["step"] for p in index["prompts"]] == list(range(1, 7))
+    assert [p["step"] for p in index["prompts"]] == [step for step in range(1, 7) for rank in (0, 1)]
     assert all(len(p["completions"]) == 4 for p in index["prompts"])
 
 
