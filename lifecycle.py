@@ -1033,8 +1033,9 @@ def shown_rows(run: Run, batch: RolloutBatch, sampled: list[Group]) -> list[dict
     rows = []
     if is_due and (batch.prompts or sampled):
         is_trained = bool(batch.prompts)
-        first = collate(sampled[:1], run.prompts, run.prompt_ids, run.config.reward.binary)
-        rows = sample_rows(run.state.step, batch if is_trained else first, run.tokenizer, is_trained)
+        if not is_trained:
+            batch = collate(sampled[:1], run.prompts, run.prompt_ids, run.config.reward.binary)
+        rows = sample_rows(run.state.step, batch, run.tokenizer, is_trained)
     gathered: list[list[dict]] | None = [[]] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(rows, gathered, group=host_group())
     return sum(gathered or [], [])
