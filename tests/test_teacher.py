@@ -58,20 +58,20 @@ def random_groups(rng: random.Random) -> list[train_rl.Group]:
 
 
 def taught_batch(groups, config: train_rl.Config, rng: random.Random) -> train_rl.RolloutBatch:
-    """Make a batch with random log-probabilities of policy and teacher, and advantages; padding holds 9.0."""
+    """Make a batch with random log-probabilities of policy and teacher; padding is no probability."""
     batch = train_rl.collate(groups, make_prompts(100), [[1, 2]] * 100, config.reward.binary)
     mask = batch.response_mask
 
-    def noise(low: float, high: float) -> torch.Tensor:
+    def noise(low: float, high: float, padding: float = 9.0) -> torch.Tensor:
         values = torch.tensor([[rng.uniform(low, high) for _ in row] for row in mask.tolist()])
-        return values.masked_fill(~mask, 9.0)
+        return values.masked_fill(~mask, padding)
 
     batch.old_logprobs = noise(-3, -0.1)
     batch.rollout_logprobs = batch.old_logprobs.clone()
     batch.entropy = noise(0, 2)
     batch.rewards = train_rl.compute_rewards(batch, None, [], config)
     if config.teacher.is_on:
-        logprobs = noise(-6, -0.1)
+        logprobs = noise(-6, -0.1, padding=7.0)
         confidence = torch.tensor([rng.choice([0.0, 0.25, 1.0]) for _ in groups])[batch.group_index]
         batch.extras["teacher"] = Lesson(taught_rows(batch, config), logprobs, confidence)
     batch.advantages = train_rl.token_advantages(batch, config)
@@ -111,6 +111,7 @@ def test_a_group_is_taught_as_a_whole_or_not_at_all(rule):
             mask = batch.response_mask & (rows & batch.valid).unsqueeze(1)
             assert torch.equal(batch.advantages[mask], expected[mask])
             assert not batch.advantages[rows & ~batch.valid].any(), "no verdict, no loss"
+        assert not batch.advantages[~batch.response_mask].any()
     assert 0 < sum(num_taught) < len(num_taught)
 
 

@@ -263,6 +263,9 @@ def too_large(text: str) -> bool:
         return True
     if any(len(match[1]) > 4 for match in re.finditer(r"(\d+)[)}\]]*!", text)):
         return True
+    for match in re.finditer(r"[({\[]((?:[^(){}\[\]]|\{[^{}]*\})*+)[)}\]]+!", text):  # such as (10^9)!
+        if re.search(r"\^|\*|\\times|\\cdot|\d{5}", match[1]):
+            return True
     if re.search(r"\\(?:binom|[dt]binom|prod|sum|choose)[^A-Za-z]\S{0,40}?(?:\d{6}|\d\^)", text):
         return True
     for match in re.finditer(r"(?<![\d.])(\d[\d.]*)((?:[)}\]]*(?:\^|\*\*)[{(]*-?\d+)+)", text):
