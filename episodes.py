@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -49,39 +49,86 @@ class Call(NamedTuple):
     problem: str = ""  # of a malformed call
 
 
-def read_call(text: str, key: str) -> Call:
-    """Read a call in JSON: {"name": ..., key: {...}}."""
+CALL_KEYS = {"type", "id", "name", "function", "arguments", "parameters"}
+_FENCE = re.compile(r"```\w*+\s*+")
+_GAP = re.compile(r"[\s,;]*")  # between two calls
+
+
+def read_values(text: str, start: int = 0) -> tuple[list, int]:
+    """Read consecutive JSON values, lists flattened; return them and the end. ValueError if none."""
+    values: list = []
+    end = start
+    place = _GAP.match(text, start).end()
+    while not values or text[place : place + 1] in ("{", "["):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, place)
+        except RecursionError as error:
+            raise ValueError("too deep") from error
+        values += value if isinstance(value, list) and value else [value]
+        place = _GAP.match(text, end).end()
+    return values, end
+
+
+def call_of(value) -> Call:
+    """Read a call, {"name": ..., "arguments" or "parameters": {...}}, perhaps inside of {"function": ...}."""
+    value = (
+        value["function"] if isinstance(value, dict) and isinstance(value.get("function"), dict) else value
+    )
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Call("", {}, "the call must be a JSON object with name and arguments")
+    arguments = value.get("arguments", value.get("parameters", {}))
     try:
-        value = json.loads(text)
-        arguments = value.get(key, {}) if isinstance(value, dict) else {}
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
-        return Call("", {}, "the call is not valid JSON")
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return Call("", {}, f"the call must be a JSON object with name and {key}")
+        return Call("", {}, "the arguments are not valid JSON")
     if not isinstance(arguments, dict):
-        return Call("", {}, f"{key} must be a JSON object")
+        return Call("", {}, "arguments must be a JSON object")
     return Call(value["name"], arguments)
 
 
-def hermes_calls(text: str) -> list[Call]:
+def hermes_calls(text: str, tools: Collection[str] = ()) -> list[Call]:
     """Find calls <tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen 2.5, Qwen 3)."""
-    matches = re.finditer(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
-    return [read_call(match[1], "arguments") for match in matches]
+    calls: list[Call] = []
+    end = 0
+    while tag := re.compile(r"<tool_call>(?:\s*```\w*)?").search(text, end):
+        try:
+            values, end = read_values(text, tag.end())  # a string in it may hold </tool_call>
+            calls += map(call_of, values)
+        except ValueError:
+            end = text.find("</tool_call>", tag.end())
+            calls.append(Call("", {}, "the call is not valid JSON"))
+        end = len(text) if end < 0 else end
+    return calls
 
 
-def llama_calls(text: str) -> list[Call]:
-    """Find a turn that is one object {"name": ..., "parameters": {...}} (Llama 3)."""
+def llama_calls(text: str, tools: Collection[str] = ()) -> list[Call]:
+    """Find a turn that is one or several objects {"name": ..., "parameters": {...}}, fenced or not (Llama 3).
+
+    An object that names none of the tools is an answer, unless all of its keys are those of a call.
+    """
     text = text.strip().removeprefix("<|python_tag|>").strip()
-    return [read_call(text, "parameters")] if re.match(r'\{\s*"name"', text) else []
+    if fence := _FENCE.match(text):
+        text = text[fence.end() :].removesuffix("```")
+    if not text.startswith(("{", "[")):
+        return []
+    try:
+        values, _ = read_values(text)
+    except ValueError:
+        is_named = not tools or any(f'"{name}"' in text for name in tools)
+        is_call = is_named and re.match(r'[\[{\s]*"(?:name|type|function)"', text)
+        return [Call("", {}, "the call is not valid JSON")] if is_call else []
+    calls = [call_of(value) for value in values]
+    has_form = all(isinstance(value, dict) and value.keys() <= CALL_KEYS for value in values)
+    has_form = has_form and all(len(value.keys() - {"id", "type", "name"}) == 1 for value in values)
+    return calls if has_form or all(call.name in tools for call in calls) else []
 
 
-FORMATS: dict[str, Callable[[str], list[Call]]] = {"hermes": hermes_calls, "llama": llama_calls}
+FORMATS: dict[str, Callable[..., list[Call]]] = {"hermes": hermes_calls, "llama": llama_calls}
 
 
-def calls_of(text: str, call_format: str, opening: str = "") -> list[Call]:
+def calls_of(text: str, call_format: str, opening: str = "", tools: Collection[str] = ()) -> list[Call]:
     """Find the calls in a turn; a thought calls nothing. opening: see verifiers.answer.final_answer()."""
-    return FORMATS[call_format](final_answer(text, opening) or "")
+    return FORMATS[call_format](final_answer(text, opening) or "", tools)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -340,6 +387,7 @@ class Episode:
     num_turns: int = 0  # of the policy
     num_calls: int = 0
     num_call_errors: int = 0
+    num_late: int = 0  # calls of the last turn that timed out
     has_open_call: bool = False  # calls of the last turn have no result in the episode yet
     reward: float = 0.0  # sum of the environment's rewards
     verdict: Verdict | None = None
@@ -370,6 +418,8 @@ class Episode:
         )  # fmt: skip
 
 
+MAX_CALLS = 16  # of a turn; the others are answered with an error [ours]
+MAX_LATE_CALLS = 3  # of a turn; after as many timeouts the calls that still wait do not run [ours]
 CLOSE = -1  # in place of the number of a turn: the end of an environment
 
 
@@ -391,7 +441,8 @@ class Episodes:
         episode.add_turn(turn, text, routes)
         calls = []
         if self.interaction.tools:
-            calls = calls_of(text, self.interaction.call_format, extension.thought)
+            tools = self.interaction.tools
+            calls = calls_of(text, self.interaction.call_format, extension.thought, tools)
         episode.has_open_call = bool(calls)
         if turn.finish_reason != "stop":
             self.end(row, turn.finish_reason)
@@ -410,12 +461,15 @@ class Episodes:
         """Send calls to the workers; malformed calls and unknown tools get an error at once."""
         episode = self.episodes[row]
         episode.results = {}
+        episode.num_late = 0
         for number, call in enumerate(calls):
             name = self.interaction.tools.get(call.name)
             problem = call.problem
             if not problem and name is None:
                 known = ", ".join(self.interaction.tools)
                 problem = f"there is no tool {call.name[:80]!r}; the tools are {known}"
+            if number >= MAX_CALLS:
+                problem = f"a turn may call {MAX_CALLS} times"
             episode.num_calls += 1
             episode.num_call_errors += bool(problem)
             episode.results[number] = f"Error: {problem}" if problem else None
@@ -470,12 +524,20 @@ class Episodes:
         """Record the result of a call."""
         episode = self.episodes[row]
         episode.num_call_errors += result.failed
+        episode.num_late += result.status == "timeout"
         text = self.interaction.error_text(result) if result.failed else result.text
         if result.failed and not self.interaction.has_warned:
             self.interaction.has_warned = True
             note = self.interaction.tool_pool.memory_note(result)
             warn_once(f"the policy reads the error of a tool, here of the first that failed: {text}{note}")
         episode.results[number] = text
+        for other in [number for number, text in episode.results.items() if text is None]:
+            key = (self.number, row, episode.num_turns, other)
+            if episode.num_late >= MAX_LATE_CALLS and self.interaction.tool_pool.withdraw(key):
+                episode.num_call_errors += 1
+                episode.results[other] = (
+                    f"Error: not run, because {MAX_LATE_CALLS} calls of the turn were late"
+                )
         self.insert_if_complete(row)
 
     def insert_if_complete(self, row: int) -> None:

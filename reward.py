@@ -400,6 +400,20 @@ def as_completion(term: str, answer: str) -> str:
     return {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}.get(term, answer)
 
 
+class IdleCheck(Scoring):
+    """The task to run the tests of a code row on programs without any work; "wrong": one tests nothing."""
+
+    async def run(self, worker: Worker) -> Verdict:
+        """Run the tests."""
+        from verifiers import code
+
+        try:
+            reason = code.idle_test(self.answer, **worker.code_limits)
+        except (RuntimeError, SyntaxError, ValueError):  # other checks explain the tests and the sandbox
+            return Verdict(0.0, "no_answer")
+        return Verdict(0.0, "wrong", reason) if reason else Verdict(1.0, "ok")
+
+
 class ReferenceCheck(Scoring):
     """The task to score a reference answer as a completion; the detail of a right one is its comparison."""
 
@@ -518,6 +532,7 @@ def decoder_json(tokenizer) -> str:
 # 3 Checks before a run: every reference answer can be right, every custom function works
 # ------------------------------------------------------------------------------------------------------------
 Row = tuple[str, str, dict]  # kind, reference answer, fields
+MAX_TRIED = 500  # code rows whose doubtful tests run at the start: about 20 seconds of one core
 COMPARISONS = {"code": "tests", "instructions": "constraints", ENVIRONMENT: "rewards of the environment"}
 ANSWER_FORMS = (r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}")
 
@@ -540,7 +555,7 @@ def impossible_references(
 
     comparisons: receives {index: (how the reference is compared, value)} of the other rows; value "": none.
     """
-    reasons = {}
+    reasons = _idle_tests(pool, rows)
     indices_of: dict[
         tuple, list[int]
     ] = {}  # {(kind, answer, fields if the kind reads fields): indices of rows}
@@ -586,6 +601,28 @@ def impossible_references(
 
 def _weighted_terms(kind: str) -> list[str]:
     return [term for weight, term in parts_of(kind) if weight > 0]
+
+
+def _idle_tests(pool: RewardPool, rows: Sequence[Row]) -> dict[int, str]:
+    """Return {index: reason} of code rows with a test that tests nothing; about MAX_TRIED rows are tried."""
+    indices_of: dict[str, list[int]] = {}
+    for index, (kind, answer, _) in enumerate(rows):
+        if "code" in _weighted_terms(kind):
+            from verifiers.code import doubtful_tests
+
+            with contextlib.suppress(Exception):  # broken data can raise anything; see read_tests()
+                if doubtful_tests(answer):
+                    indices_of.setdefault(answer, []).append(index)
+    if not indices_of:
+        return {}
+    for answer in list(indices_of)[:: 1 + len(indices_of) // MAX_TRIED]:
+        pool.submit(answer, "code", "", answer, task=IdleCheck)
+    return {
+        index: f"{answer[:80]!r}: {verdict.detail}"
+        for answer, verdict in pool.collect().items()
+        for index in indices_of[answer]
+        if verdict.status == "wrong"
+    }
 
 
 def _check_references(pool: RewardPool, fields_of: dict[tuple[str, str, str], dict]) -> dict:

@@ -300,6 +300,16 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
             del self._replies[key]
         return arrived
 
+    def withdraw(self, key: Hashable) -> bool:
+        """Drop a task that no worker has got yet; tell whether there was one."""
+        for queue in (self._fast, self._slow):
+            for item in queue:
+                if item.key == key and item.asker is None:
+                    queue.remove(item)
+                    del self._replies[key]
+                    return True
+        return False
+
     def describe(self) -> str:
         """Describe the outstanding work in a log line, for example for the watchdog's thread."""
         items = [item for worker in list(self._workers) if (item := worker.current()) is not None]

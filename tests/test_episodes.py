@@ -77,6 +77,34 @@ def test_calls_of_llama():
     assert calls_of('{"name": "f", ', "llama")[0].problem
 
 
+F = '{"name": "f", "parameters": {"a": 1}}'
+CALL = Call("f", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"type": "function", "name": "f", "parameters": {"a": 1}}', [CALL]),
+        ('{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}', [CALL]),
+        (f"[{F}, {F}]", [CALL] * 2), (f"```json\n{F}\n```", [CALL]), (f"```{F}", [CALL]),
+        (f"<|python_tag|>{F}; {F}", [CALL] * 2), ('{"name": "g", "parameters": {}}', [Call("g", {})]),
+        *((answer, []) for answer in ('{"name": "Alice", "age": 3}', '{"name": "Bob"}', '[{"name": "a"}]',
+          "[1, 2]",
+          '{"name": "Al', '{"type": "function"}', '{"people": [{"name": "f"}]}', "{}", "[]", "[" * 10**5)),
+    ],
+)  # fmt: skip
+def test_other_shapes_of_calls_are_calls_and_other_json_is_an_answer(text, calls):
+    assert calls_of(text, "llama", tools=["f"]) == calls
+    tagged = calls_of(f"<tool_call>{text.removeprefix('<|python_tag|>')}</tool_call>", "hermes")
+    assert tagged == calls or not calls
+
+
+def test_the_end_of_a_call_inside_of_an_argument_ends_no_call():
+    text = "</tool_call><tool_call>"
+    calls = calls_of(call("f", a=text) + call("f", a=1), "hermes")
+    assert calls == [Call("f", {"a": text}), CALL]
+
+
 # ---- one turn after another, without an engine -------------------------------------------------------------
 TOOL_S = round(limit(0.5), 1)  # limit of a call, and of a step of an environment
 
@@ -257,6 +285,17 @@ def test_limits_end_an_episode_with_a_reason_of_their_own(calculator):
     assert full.finish_reason == "context" and full.answer_ids == [] and len(full.token_ids) == length
     fits = played(calculator, add, "", budget=length + 5)
     assert fits.finish_reason == "stop" and len(fits.token_ids) == length + 5
+
+
+def test_a_turn_is_bounded_in_calls_and_in_time(calculator):
+    many = played(calculator, call("add", a=1, b=1) * 40, "end", budget=4000)
+    assert (many.num_calls, many.num_call_errors) == (40, 24) and many.texts[1].count("16 times") == 24
+    endless = call("slow_add", a=1, b=1, seconds=3000)
+    start = time.monotonic()
+    late = played(calculator, endless * 16, "end", budget=4000)
+    assert late.num_call_errors == 16 and late.texts[1].count("not run") >= 9
+    assert time.monotonic() - start < limit(15)  # all sixteen on two workers would take longer
+    assert played(calculator, call("add", a=1, b=1), "end").texts[1] == "2"
 
 
 def test_calls_of_many_episodes_are_spread_over_the_workers(calculator):

@@ -1,6 +1,7 @@
 """Programs in a sandbox: attempts to escape, programs that exceed a limit, and the rewards of programs."""
 
 import errno
+import inspect
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import psutil
 import pytest
 from conftest import NEEDS_BUBBLEWRAP, ROOT
 
+from reward import RewardPool, impossible_references
 from tests.patience import limit, wait_until
 from verifiers import sandbox
 from verifiers.code import extract_program, same_output, verify
@@ -95,7 +97,8 @@ ESCAPES = {
         "import signal\nfor n in (2, 14, 15, 24): signal.signal(n, signal.SIG_IGN)\nwhile True: pass"),
     "sleep": ("time", "time", "import time; time.sleep(3000)"),
     "read past the end of the input": ("EOFError", "EOFError", "input(); input()"),
-    "another environment": (F, "escaped", "assert {secret!r} in open('/proc/{other}/environ').read()"),
+    "another environment": (
+        F, "escaped" if os.getuid() else P, "assert {secret!r} in open('/proc/{other}/environ').read()"),
     "the environment": ("AssertionError", "AssertionError", "assert {secret!r} in str(os.environ)"),
     "memory of another process": (F, None, "open('/proc/{other}/mem', 'rb')"),
     "a file of another run": (F, "escaped", "open('{run}/verdicts.json')"),
@@ -564,3 +567,95 @@ def test_unreadable_tests_are_an_error(answer, word):
         score, status, detail = verify(completion, answer)
         assert (score, status) == (0.0, "error") and word in detail
     assert verify("no program", json.dumps(ADD))[:2] == (0.0, "no_answer")
+
+
+# ---- tests that test nothing, texts that take long --------------------------------------------------
+RLIMITS = {"isolation": "rlimits", "timeout_s": 3.0, "memory_bytes": 1 << 30}
+CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3\n"
+
+
+@pytest.mark.parametrize(
+    "answer, number",
+    [
+        ([CHECK], 1), ({"asserts": [CHECK], "entry_point": "f"}, 0), ([CHECK + "check(f)"], 0),
+        (["def test_f():\n    assert f(1) == 2"], 1), (["assert f(1) == 2", "print(f(1))"], 2),
+        (["assert (f(1) == 2, 'm')"], 1), (["assert True"], 1), (["assert len([1]) == 1"], 1), (["f(1)"], 1),
+        (["try:\n    assert f(1) == 2\nexcept Exception:\n    pass"], 1), (["assert f(1) == 2 or True"], 1),
+        (["import math\nassert math.isclose(f(1), 2)",
+          "assert f(1) != 2", "assert not f(0)", "assert f(3)"], 0),
+        (["assert f(1) == g(1) and f(1) > 0", "assert f(1) is None", "assert set(f(1)) == {1}"], 0),
+        ({"asserts": ["assert np.sum(f(1)) == 2"], "setup": "import math as np\nnp.sum = sum"}, 0),
+        ({"inputs": ["1", "2"], "outputs": ["", "3"]}, 1), ({"inputs": ["1"], "outputs": [["3"]]}, 0),
+        ({"inputs": ["[1]"], "outputs": ["null"], "fn_name": "f"}, 0), ({"inputs": []}, 0),
+    ],
+)  # fmt: skip
+def test_a_test_that_a_program_without_work_passes_is_refused(answer, number):
+    """A set with such a row is refused at the start, because wrong programs would be rewarded."""
+    rows = [("code", json.dumps(answer), {}), ("1*code + 1*exact", '["assert f(1) == 2"]', {})]
+    with RewardPool(1, code_limits=RLIMITS, timeout_s=limit(10)) as pool:
+        reasons = impossible_references(pool, rows)
+    if number:
+        assert f"test {number} tests nothing" in reasons.pop(0)
+    assert all("inputs" in reason for reason in reasons.values())
+
+
+def test_check_of_humaneval_is_called_with_the_entry_point():
+    answer = json.dumps({"asserts": [CHECK], "entry_point": "f"})
+    texts = [f"```python\ndef f(x): return x + {k}\n```" for k in (1, 2)]
+    assert [verify(text, answer, isolation="rlimits")[0] for text in texts] == [1.0, 0.0]
+
+
+HOSTILE = (
+    " ",
+    "`",
+    "```",
+    "``` ",
+    "```p ",
+    "\n```",
+    "```\n",
+    "\t",
+    "*",
+    "**",
+    "a. ",
+    "[",
+    "<<",
+    "1,",
+    "{",
+    "1. ",
+    "\n- ",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_expression_of_a_verifier_is_quadratic(text):
+    """Twice the length takes about twice the time; 120,000 characters took 19 s."""
+    from verifiers.code import FENCE
+    from verifiers.instructions import CHECKS
+
+    arguments = {"num_sentences": 3, "relation": "at least", "num_words": 3, "num_highlights": 1,
+                 "num_placeholders": 1,
+                 "num_bullets": 1, "capital_frequency": 1, "capital_relation": "at least"}  # fmt: skip
+    start = time.process_time()
+    for hostile in ("```" + text * (120_000 // len(text)), text * (120_000 // len(text)) + "x"):
+        list(FENCE.finditer(hostile))
+        for check in CHECKS.values():
+            names = inspect.signature(check).parameters.keys() - {"text"}
+            if names <= arguments.keys():
+                check(hostile, **{name: arguments[name] for name in names})
+    assert time.process_time() - start < limit(2)
+
+
+@each_isolation
+def test_deep_folders_are_removed(isolation, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import os\nfor i in range(3000):\n    os.mkdir('d'); os.chdir('d')\nprint(1)"
+    with Sandbox(program, replace(SMALL, wall_s=limit(5)), isolation) as sandbox:
+        assert [sandbox.run().stdout for _ in range(2)] == ["1\n"] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="other users are not protected under rlimits")
+def test_a_program_under_rlimits_reads_no_memory_of_root():
+    program = f"print(open('/proc/{os.getpid()}/mem', 'rb'))"
+    result = run_program(program, "", SMALL, "rlimits")
+    assert result.exit == 1 and "PermissionError" in result.stderr

@@ -3,18 +3,21 @@ r"""Verify a completion by running the program in the completion; the reward is 
     verify("```python\nprint(int(input()) + 1)\n```", '{"inputs": ["1", "5"], "outputs": ["2", "7"]}')
     # (0.5, "wrong", "1 of 2 tests passed; test 2 gave '6'")
 
-The answer is JSON in one of three forms:
+The answer is JSON in one of these forms:
     {"inputs": [text, ...], "outputs": [text, ...]}      a script: stdin, stdout (APPS, TACO, PRIME, verl)
     {"inputs": ..., "outputs": ..., "fn_name": "add"}    a function: arguments and result, as JSON
     {"asserts": ["assert add(1, 2) == 3", ...], "setup": code}, or only the list of asserts (MBPP)
+    {"asserts": ["def check(candidate): ..."], "entry_point": "add"}     check(add) is called (HumanEval)
 
 Expected outputs never enter the sandbox: the output of the program is compared in this process, so that a
-program cannot read or forge the comparison. The same holds for an assert that compares with a constant, for
-example `assert f(x) == 3`. Other asserts, for example `assert is_sorted(f(x))`, are evaluated in the
-program's process, and a malicious program can forge their results.
+program cannot forge the comparison, and in bubblewrap cannot read this process either. The same holds for
+an assert that compares with a constant, for example `assert f(x) == 3`. Other asserts, for example
+`assert is_sorted(f(x))`, are evaluated in the program's process, and a malicious program can forge their
+results.
 """
 
 import ast
+import builtins
 import contextlib
 import functools
 import json
@@ -33,7 +36,7 @@ MAX_VALUE_CHARS = 1 << 18  # a longer result of a function is wrong; parsing thi
 FLOAT_TOLERANCE = 1e-6  # relative or absolute, for expected numbers with a decimal point or an exponent
 CONSTRUCTORS = {kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, sorted, float, int, str)}
 FENCE = re.compile(  # the fences of a block marked as Python may share a line with other text
-    r"(?:^[ \t]*```[ \t]*(\w*)|```[ \t]*(python3?|py)\b)[^\n`]*\n"
+    r"(?:^[ \t]*+```[ \t]*+(\w*+)|```[ \t]*+(python3?|py)\b)[^\n`]*+\n"  # possessive: linear time
     r"(.*?)(?:^[ \t]*```|```(?=[ \t]*(?:$|</))|\Z)",
     re.MULTILINE | re.DOTALL | re.IGNORECASE,
 )
@@ -99,17 +102,13 @@ def extract_program(completion: str) -> str | None:
 
 def read_tests(answer: str, program: str) -> tuple[str, list[Test]]:
     """Return (code to run before the program, tests); ValueError describes the problem with the answer."""
-    try:
-        spec = json.loads(answer)
-    except ValueError as error:
-        raise ValueError(f"the answer of a code row must be JSON ({error}): {answer[:60]!r}") from error
-    spec = {"asserts": spec} if isinstance(spec, list) else spec
+    spec = _spec_of(answer)
     if isinstance(spec, dict) and "asserts" in spec:
         setup = spec.get("setup") or ""
         setup = "\n".join(map(str, setup)) if isinstance(setup, list) else setup
         if not isinstance(setup, str):
             raise ValueError(f"setup of a code row must be text or a list of lines, not {str(setup)[:60]!r}")
-        return setup, [_assert_test(text) for text in _list(spec, "asserts")]
+        return setup, [_assert_test(text) for text in _texts(spec)]
     if not isinstance(spec, dict) or not {"inputs", "outputs"} <= spec.keys():
         raise ValueError('the answer of a code row needs "inputs" and "outputs", or "asserts"')
     inputs = _list(spec, "inputs")
@@ -125,6 +124,24 @@ def read_tests(answer: str, program: str) -> tuple[str, list[Test]]:
         function = f"Solution().{function}"
     # LeetCode provides the names of typing, so that programs use List and Optional without an import.
     return "from typing import *", [_function_test(function, *pair) for pair in zip(inputs, outputs)]
+
+
+def _spec_of(answer: str):
+    try:
+        spec = json.loads(answer)
+    except ValueError as error:
+        raise ValueError(f"the answer of a code row must be JSON ({error}): {answer[:60]!r}") from error
+    return {"asserts": spec} if isinstance(spec, list) else spec
+
+
+def _texts(spec: dict) -> list:
+    """Return the texts of asserts; check(candidate) of HumanEval gets its call."""
+    texts = _list(spec, "asserts")
+    name = spec.get("entry_point")
+    if not isinstance(name, str) or not name.isidentifier():
+        return texts
+    uncalled = re.compile(r"^def check\((?!.*^check\()", re.MULTILINE | re.DOTALL)
+    return [f"{text}\ncheck({name})" if uncalled.search(str(text)) else text for text in texts]
 
 
 def _list(spec: dict, name: str) -> list:
@@ -291,6 +308,73 @@ def _value(result: Result) -> object:
     if len(result.value) > MAX_VALUE_CHARS:
         raise ValueError(f"the value has more than {MAX_VALUE_CHARS} characters")
     return ast.literal_eval(result.value)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Tests that test nothing
+# ------------------------------------------------------------------------------------------------------------
+def doubtful_tests(answer: str) -> list[int]:
+    """Return the numbers of the tests, from 1, that a program without any work may pass."""
+    spec = _spec_of(answer)
+    if "asserts" in spec:
+        return [number for number, text in enumerate(_texts(spec), start=1) if not _is_plain(text)]
+    outputs = ["\n".join(map(str, out)) if isinstance(out, list) else out for out in spec["outputs"]]
+    is_script = spec.get("fn_name") is None
+    return [number for number, text in enumerate(outputs, start=1) if is_script and not text.strip()]
+
+
+def _is_plain(text: str) -> bool:
+    """Tell whether a test is a single assert about the result of a call, and so fails without a program."""
+    match ast.parse(text).body:
+        case [ast.Assert(test=ast.Compare(left, [ast.Eq() | ast.Is()], [right]))]:
+            for call, constant in ((left, right), (right, left)):
+                with contextlib.suppress(ValueError):
+                    _constant(constant)
+                    return _calls_program(call)
+        case [ast.Assert(test=ast.UnaryOp(ast.Not(), call) | call)]:
+            return isinstance(call, ast.Call) and not _is_builtin(call.func) and _calls_program(call)
+    return False
+
+
+def _is_builtin(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and hasattr(builtins, node.id)
+
+
+def _calls_program(node: ast.expr) -> bool:
+    """Tell whether an expression calls a function of the program, perhaps inside of calls like set(...)."""
+    if not isinstance(node, ast.Call):
+        return False
+    is_own = isinstance(node.func, ast.Name) and not _is_builtin(node.func)
+    return is_own or any(map(_calls_program, node.args))
+
+
+def idle_test(answer: str, *, isolation: Isolation, timeout_s: float, memory_bytes: int) -> str:
+    """Return which test of a row tests nothing, or "".
+
+    Doubtful tests run on programs without any work: the empty program, and functions that return None, a new
+    object, or a constant of the test. A test tests nothing if the empty program passes, or all others do.
+    """
+    spec = _spec_of(answer)
+    setup, tests = read_tests(answer, "")
+    numbers = doubtful_tests(answer)
+    texts = _texts(spec) if "asserts" in spec else [""] * len(tests)
+    nodes = list(ast.walk(ast.parse("\n".join([texts[number - 1] for number in numbers]))))
+    kinds = (ast.alias, ast.FunctionDef)
+    known = {node.name for node in ast.walk(ast.parse(setup)) if isinstance(node, kinds)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} - known - set(dir(builtins))
+    constants = dict.fromkeys(repr(node.value) for node in nodes if isinstance(node, ast.Constant))
+    for value in ("", "None", "object()", *list(constants)[:4]):
+        program = "".join(f"def {name}(*a, **k): return {value}\n" for name in sorted(names) if value)
+        doubtful = [tests[number - 1] for number in numbers]
+        limits = Limits(timeout_s, memory_bytes)
+        failed = _run_tests(_join(setup, program), doubtful, limits, isolation)
+        passed = [number for place, number in enumerate(numbers, start=1) if place not in failed]
+        if passed and not value:
+            return f"test {passed[0]} tests nothing: the empty program passes it"
+        numbers = passed or (numbers if not value else [])
+        if not numbers:
+            return ""
+    return f"test {numbers[0]} tests nothing: functions without any work pass it"
 
 
 # ------------------------------------------------------------------------------------------------------------

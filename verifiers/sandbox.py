@@ -38,6 +38,8 @@ from pathlib import Path
 from socket import SOCK_STREAM
 from typing import Literal
 
+from verifiers.sandbox_inside import empty_folder
+
 Isolation = Literal["bubblewrap", "rlimits"]
 INSIDE = Path(__file__).with_name("sandbox_inside.py")
 PACKAGES = "/packages"  # site-packages inside bubblewrap, because /tmp there is the program's folder
@@ -181,7 +183,9 @@ class Sandbox(contextlib.AbstractContextManager):
             pipe.close()
         self._process.wait()
         if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                empty_folder(self._folder)
+                os.rmdir(self._folder)
 
     def __exit__(self, *exc_info) -> None:
         self.close()
