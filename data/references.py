@@ -99,7 +99,7 @@ def describe(references: References) -> dict:
     compared: Counter = Counter()
     values: Counter = Counter()
     examples: dict[str, list[str]] = {}
-    for (comparison, value), count in sorted(references.items(), key=lambda item: -item[1]):
+    for (comparison, value), count in sorted(references.items(), key=lambda item: (-item[1], item[0])):
         compared[comparison] += count
         values[value] += count if value else 0
         if value and len(examples.setdefault(comparison, [])) < 3:

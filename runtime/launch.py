@@ -267,11 +267,13 @@ def connect(backends: str, timeout: timedelta) -> None:
     """Initialise torch.distributed, one GPU per rank. Collective.
 
     Without torchrun, rank 0 would open a store on all interfaces. Ranks of one node get a store on loopback
-    instead, and a single process gets a store without a socket.
+    instead, and a single process gets a store without a socket. Ranks that are connected stay so.
     """
     import torch
     import torch.distributed as dist
 
+    if dist.is_initialized():
+        return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     options = {}

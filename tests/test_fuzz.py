@@ -5,13 +5,13 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 from helpers import FakeRanks, make_config
 
 import train_rl
 from data.prompts import load_prompts, load_scores
+from data.tiny import build_tokenizer
 from runtime import checkpoint
 from runtime.checkpoint import TrainState
 from runtime.config import setting_fields
@@ -114,11 +114,9 @@ def changed_file(rows: list[dict], rng: random.Random) -> bytes:
 
 
 def read_rows(path):
-    template = SimpleNamespace(
-        chat_template="x", get_chat_template=lambda: "x",
-        apply_chat_template=lambda messages, **_: messages[-1]["content"],
-    )  # fmt: skip
-    for prompt in load_prompts(path, tokenizer=template):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    for prompt in load_prompts(path, tokenizer=tokenizer):
         (prompt.text + prompt.answer).encode()
         json.dumps(prompt.fields)
 

@@ -192,7 +192,7 @@ HANGING_REWARD = """
 import os, time
 
 def score(completion, answer):
-    if os.environ["RANK"] == "1" and completion != answer:
+    if os.environ["RANK"] == "1" and completion not in ("", answer):
         time.sleep(3000)
     return completion == answer
 """
