@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import NEEDS_BUBBLEWRAP
 from conftest import SHARED_DATA as DATA
 from helpers import FakeRanks, make_config
 
@@ -160,7 +161,9 @@ TAGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=NEEDS_BUBBLEWRAP if kind == "code" else ()) for kind in RIGHT]
+)
 def test_the_answer_of_every_kind_is_the_text_after_the_thought(kind):
     """The same holds if the prompt opens the thought, so that the completion has the closing tag or none."""
 

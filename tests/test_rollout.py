@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -300,7 +301,7 @@ class Anything:
     """A tool call in every turn with an even number of letters; the result is the number of letters."""
 
     @staticmethod
-    def calls(text: str) -> list[Call]:
+    def calls(text: str, tools: Collection[str]) -> list[Call]:
         letters = sum(map(str.isalpha, text))
         call = Call("slow_add", {"a": letters, "b": 0, "seconds": (len(text) % 3) / 100})
         return [] if letters % 2 else [call]
