@@ -27,7 +27,10 @@ def test_an_expected_length_is_recorded_or_the_mean_of_the_set_or_of_all_prompts
     rng = random.Random(seed)
     sources = rng.choice([["a"], ["a", "b"], ["a", "b", "c"]])
     prompts = [Prompt(str(i), "1", "exact", rng.choice(sources)) for i in range(rng.randint(1, 12))]
-    scores = [OfflineScore(0.5, rng.randint(1, 40), 0.5) if rng.random() < 0.3 else None for _ in prompts]
+    scores = [
+        OfflineScore(0.5, rng.choice([0.5, rng.randint(1, 40)]), 0.5) if rng.random() < 0.3 else None
+        for _ in prompts
+    ]
     history = PromptHistory.from_offline(scores, 4)
     recorded = {i: float(score.mean_tokens) for i, score in enumerate(scores) if score}
     for step in range(rng.choice([0, 3])):
@@ -44,7 +47,7 @@ def test_an_expected_length_is_recorded_or_the_mean_of_the_set_or_of_all_prompts
             expected = statistics.fmean(same_set or recorded.values())
         else:
             expected = 1.0
-        assert tokens == pytest.approx(expected, rel=1e-12)
+        assert tokens == pytest.approx(max(1.0, expected), rel=1e-12)
         assert guessed == (i not in recorded)
 
 
