@@ -501,6 +501,7 @@ def test_another_model_than_the_policy_uses_its_own_router(replay, other, folder
         extras={"teacher": SimpleNamespace(model=model)}, clock=M.Clock({}),
     )  # fmt: skip
     train_rl.add_old_outputs(run, batch, parity_is_due=False)
+    assert (batch.old_routes is not None) == (replay == "r2"), "the updates of R2 replay them"
     for extra in train_rl.active(config):
         extra.after_rewards(run, batch, train_rl.forward_batch)
     logprobs = batch.ref_logprobs if other == "reference" else batch.extras["teacher"].logprobs
