@@ -141,8 +141,8 @@ def test_a_leaking_process_fails_the_soak(leaks, tmp_path):
             assert re.search(rf"(^|; ){leak} grows from \d+ to \d+", str(caught.value)), leak
         draw([rows], tmp_path / "curve.png")
         assert (tmp_path / "curve.png").stat().st_size > 10_000
-    else:
-        must_be_flat(rows)
+    else:  # files in /dev/shm may belong to other tests that run at the same time
+        must_be_flat([row | {"files in /dev/shm": 0} for row in rows])
 
 
 @NEEDS_BUBBLEWRAP
