@@ -107,7 +107,7 @@ def is_before_declarations(commit: str | None, folder: Path) -> bool:
 
 
 def declaration_at(commit: str, file: Path) -> dict | None:
-    """Return the declaration as it was at a commit; None if it did not exist there."""
+    """Return the declaration of a commit; None if the commit has no such file."""
     shown = git(file.parent, "show", f"{commit}:./{file.name}")
     return None if shown.returncode else json.loads(shown.stdout)
 
@@ -216,7 +216,7 @@ def code_files(settings: dict[str, object]) -> set[Path]:
 
 
 def content_at(commit: str, file: Path) -> str | None:
-    """Return values or statements of a YAML or Python file at a commit; None if it did not exist."""
+    """Return values or statements of a YAML or Python file at a commit; None if there is no such file."""
     shown = git(file.parent, "show", f"{commit}:./{file.name}")
     if shown.returncode:
         return None
@@ -291,7 +291,7 @@ def records_of(folder: Path) -> list[dict]:
 
 
 def check_study(folder: Path) -> list[str]:
-    """Return the problems of a study's declaration; none if the study has no declaration or no runs yet."""
+    """List the problems of a study's declaration; [] if the study has no declaration or no runs yet."""
     file = folder / "declared.json"
     if not file.is_file():
         return []

@@ -154,7 +154,7 @@ def start_with(weights: str | None) -> Path | None:
 
 
 def add(name: str, source: Path) -> Path:
-    """Copy a built folder to a new start and record its digests; ValueError if it does not fit."""
+    """Copy a built folder to a new start and record the digests; ValueError if the folder does not fit."""
     from runtime.checkpoint import digest_of_weights
 
     start = STARTS / name

@@ -74,7 +74,7 @@ def warn_of_unreadable_answers(metrics: dict[str, float], step: int) -> None:
         )
 
 
-MAX_IDLE_STEPS = 10  # steps in a row without gradient before a warning, without update before a stop [ours]
+MAX_IDLE_STEPS = 10  # steps in a row without gradient before a warning [ours]
 
 
 def warn_of_idle_steps(metrics: dict[str, float], state: TrainState) -> None:

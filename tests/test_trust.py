@@ -159,7 +159,7 @@ def example(count: int, share: float = 1.0, names: list[str] | None = None, deep
     {"count": 0, "deep": True, "x": {"any": math.nan}}, {"count": 10**30},
 ])  # fmt: skip
 def test_arguments_of_the_right_type_reach_a_tool(arguments):
-    refuse_other_types(example, arguments)
+    assert refuse_other_types(example, arguments) is None
 
 
 @pytest.mark.parametrize("arguments", [

@@ -87,7 +87,7 @@ def in_turns(
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
-    """Return the peak memory during the call above the memory before; None if it cannot be read."""
+    """Return the peak memory during the call above the memory before; None if the device cannot tell."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
