@@ -412,4 +412,4 @@ def test_the_tree_keeps_its_budgets():
                 if count > BUDGETS.get(name, 0)}  # fmt: skip
     assert not exceeded, "delete as much elsewhere, or argue for another budget in the commit"
     folders = [name for name in BUDGETS if name.startswith("lines of Python") and "tests" not in name]
-    assert sum(BUDGETS[name] for name in folders) <= 35800
+    assert sum(BUDGETS[name] for name in folders) <= 36900
