@@ -10,6 +10,7 @@ prompt and its completion, L layers, K experts per token, k top tokens. Log-prob
 in nats.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -358,6 +359,21 @@ class LossInputs:
     def __post_init__(self):
         """Compute the log-ratio once, so that all users share one node of the autograd graph."""
         self.log_ratio = self.logprobs - self.old_logprobs
+
+
+def pessimistic(ratio: Tensor, advantages: Tensor, low, high, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Return PPO's gain min( min(s, cap) A, clip(s, low, high) A ), and the tokens without gradient, [B, T].
+
+    A > 0: no gradient above `high`. A < 0: no gradient below `low`, and none above `cap`. On an edge of the
+    interval the gradient is the unclipped one. cap bounds the cost of a token with A < 0:
+    dual clip (arXiv 1912.09729) with c = cap, which equals the two-sided clip of INTELLECT-2 (arXiv
+    2505.07291, delta = cap) for cap > high.
+    """
+    clipped = ratio.clamp(low, high)
+    capped = ratio.clamp(max=cap or math.inf)
+    is_capped = (capped < ratio) & (advantages < 0)
+    gain = torch.minimum(capped * advantages, clipped * advantages)
+    return gain, (clipped * advantages < capped * advantages) | is_capped
 
 
 # ------------------------------------------------------------------------------------------------------------

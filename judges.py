@@ -31,7 +31,7 @@ from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
 from runtime.metrics import warn_once
 from settings import JudgeMode
 from verifiers.answer import final_answer, opened_thought
-from verifiers.own import explain, load_function
+from verifiers.own import call_own, explain, load_function
 from verifiers.verdict import SIGNS, last_verdict
 
 TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
@@ -316,7 +316,7 @@ def judge_of_function(path: str, template: str | None) -> GenerativeJudge:
 
     def generate(questions: list[str]) -> list[str]:
         try:
-            return function(questions)
+            return call_own(function, questions)
         except BaseException as error:  # a function that calls sys.exit() must not end the run in silence
             raise RuntimeError(f"reward.judge_path {path}: the function failed: {explain(error)}") from error
 

@@ -174,7 +174,7 @@ def set_up(config: Config) -> Run | None:
     launch = data.launch
     loaded = launch.loaded
     evaluates = begins_with_evaluation(state, launch.configs, loaded)
-    record_launch(config, record, loaded, resolved.model.dtype, evaluates, launch.models())
+    record_launch(config, record, loaded, resolved, evaluates, launch.models())
     start_trackers(accelerator, resolved, state.step)
     with clock("setup"):
         models = build_engine_and_policy(resolved, data, accelerator.device)
@@ -557,7 +557,7 @@ def record_launch(
     config: Config,
     record: dict | None,
     loaded: LoadedSets,
-    dtype: str,
+    resolved: Config,
     evaluates: bool,
     models: dict[str, str],
 ) -> None:
@@ -571,7 +571,7 @@ def record_launch(
         digests = {
             name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
         }
-        record_data(run_dir, digests, dtype)
+        record_data(run_dir, digests, resolved.model.dtype, resolved.data.date)
 
 
 def with_dtype(config: Config, record: dict | None) -> Config:
@@ -954,7 +954,8 @@ def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str,
     """
     config = run.config
     num_experts = num_experts_of(run.policy.config)
-    metrics = rollout_metrics(sampled, config.reward.binary, invalid_route(num_experts))
+    part = config.zero_variance.part
+    metrics = rollout_metrics(sampled, config.reward.binary, invalid_route(num_experts), part)
     metrics |= schedule_metrics(sampled, run.pool, run.clock.step["rollout"], seconds)
     if config.has_turns:
         metrics |= turn_metrics([completion for group in sampled for completion in group.completions])

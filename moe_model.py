@@ -1159,6 +1159,8 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
             file = safe_open(shard, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{shard} is not a complete safetensors file: {error}") from error
+        if twice := [name for name in file.keys() if name in files]:  # noqa: SIM118
+            raise ValueError(f"{folder}: {twice[0]} is in two files, one of them {shard.name}: remove one")
         files.update(dict.fromkeys(file.keys(), file))
     tensors = list(checkpoint_tensors(policy))
     missing = [name for name, _, _ in tensors if name not in files]

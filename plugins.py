@@ -34,7 +34,7 @@ from extras.settings import SECTIONS
 from runtime.collectives import ALL_RANKS
 from settings import AlgorithmSettings, Config
 from verifiers.kinds import parts_of
-from verifiers.own import explain, load_function
+from verifiers.own import call_own, explain, load_function
 
 
 def load_plugin(algorithm: AlgorithmSettings, hook: str) -> Callable:
@@ -65,19 +65,25 @@ def call_hook(algorithm: AlgorithmSettings, hook: str, inputs) -> tuple[Tensor, 
     SystemExit. Collective if the plug-in calls collectives.
     """
     name = getattr(algorithm, hook)
-    tensors = {key: value for key, value in vars(inputs).items() if isinstance(value, Tensor)}
-    versions = {key: value._version for key, value in tensors.items()}
+    before = dict(vars(inputs))
+    copies = {key: value.detach().clone() for key, value in before.items() if isinstance(value, Tensor)}
     try:
-        result = load_plugin(algorithm, hook)(inputs)
+        result = call_own(load_plugin(algorithm, hook), inputs)
     except BaseException as error:
         raise RuntimeError(f"algorithm.{hook}: {name} fails: {explain(error)}") from error
     problem = problem_of(hook, result, inputs)
-    for key, value in tensors.items():
-        if value._version != versions[key]:
+    for key, value in before.items():
+        if getattr(inputs, key) is not value or key in copies and not are_same(value, copies[key]):
             problem = f"must leave its inputs as they are, it changed inputs.{key}: work on a copy (clone())"
     if problem:
         raise RuntimeError(f"algorithm.{hook}: {name} {problem}")
-    return result if isinstance(result, tuple) else (result, {})
+    values, statistics = result if isinstance(result, tuple) else (result, {})
+    return values if hook == "gain" else values.detach(), statistics
+
+
+def are_same(values: Tensor, copy: Tensor) -> bool:
+    """Tell whether all elements are equal; NaN equals NaN."""
+    return bool(((values == copy) | (values.isnan() & copy.isnan())).all())
 
 
 def problem_of(hook: str, result, inputs) -> str | None:
@@ -94,8 +100,9 @@ def problem_of(hook: str, result, inputs) -> str | None:
             f"must return ({hook} {symbols}, {{name: statistic {symbols}}}), it returned {describe(result)}"
         )
     values, statistics = result if has_statistics else (result, {})
-    if not (isinstance(values, Tensor) and values.is_floating_point() and values.shape == mask.shape):
-        return f"must return floats {size}, it returned {describe(values)}"
+    dtypes = (torch.float32, torch.float64)  # others round
+    if not (isinstance(values, Tensor) and values.dtype in dtypes and values.shape == mask.shape):
+        return f"must return floats (float32) {size}, it returned {describe(values)}"
     if hook == "gain" and not values.requires_grad:
         return "returned a gain without gradient: compute it from inputs.logprobs, log_ratio or ratio"
     if hook != "gain" and not values[mask if hook == "select" else ...].isfinite().all():
@@ -106,6 +113,8 @@ def problem_of(hook: str, result, inputs) -> str | None:
         is_number = hook != "gain" and isinstance(value, (int, float))
         if not (is_number or isinstance(value, Tensor) and value.shape == mask.shape):
             return f"must return statistics {size}, {name!r} is {describe(value)}"
+        if not isinstance(name, str):
+            return f"must name its statistics by texts, not {name!r}"
         if is_reserved(name) or hook != "gain" and name in REPLACEABLE:
             return (
                 f"must give the statistic {name!r} another name: docs/metrics.md lists our names, and "
@@ -240,7 +249,10 @@ def is_reserved(name: str) -> bool:
 
 def check_gain(config: Config) -> None:
     """Raise RuntimeError if a gain plug-in fails, or has a gradient that updates would skip."""
-    call_hook(config.algorithm, "gain", small_loss_inputs(config.algorithm, 1.0))
+    inputs = small_loss_inputs(config.algorithm, 1.0)
+    values, _ = call_hook(config.algorithm, "gain", inputs)
+    if torch.autograd.grad(values.sum(), inputs.logprobs, allow_unused=True)[0] is None:
+        raise RuntimeError(f"algorithm.gain: {config.algorithm.gain} returned a gain without inputs.logprobs")
     if config.train.skip_zero_gradient and config.algorithm.kl_coef == 0:
         inputs = small_loss_inputs(config.algorithm, 0.0)
         values, _ = call_hook(config.algorithm, "gain", inputs)

@@ -50,7 +50,16 @@ from torch import Tensor
 
 import greso
 import moe_model
-from batch import ZERO_VARIANCE, Group, GroupOutcome, LossInputs, PolicyOutputs, RolloutBatch, collate
+from batch import (
+    ZERO_VARIANCE,
+    Group,
+    GroupOutcome,
+    LossInputs,
+    PolicyOutputs,
+    RolloutBatch,
+    collate,
+    pessimistic,
+)  # fmt: skip
 from configure import load_config
 from data.history import PromptHistory
 from data.stages import Offers
@@ -722,21 +731,6 @@ def correction_weights(
         case "geometric_mask":
             mean = (log_product / mask.sum(dim=1, keepdim=True).clamp(min=1)).exp()  # [B, 1]
             return ((mean >= floor) & (mean <= cap)).to(log_ratio.dtype).expand(mask.shape)
-
-
-def pessimistic(ratio: Tensor, advantages: Tensor, low, high, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Return min( min(s, cap) A, clip(s, low, high) A ), and the tokens without gradient, both [B, T].
-
-    A > 0: no gradient above `high`. A < 0: no gradient below `low`, and none above `cap`. On an edge of the
-    interval the gradient is the unclipped one. cap bounds the cost of a token with A < 0:
-    dual clip (arXiv 1912.09729) with c = cap, which equals the two-sided clip of INTELLECT-2 (arXiv
-    2505.07291, delta = cap) for cap > high.
-    """
-    clipped = ratio.clamp(low, high)
-    capped = ratio.clamp(max=cap or math.inf)
-    is_capped = (capped < ratio) & (advantages < 0)
-    gain = torch.minimum(capped * advantages, clipped * advantages)
-    return gain, (clipped * advantages < capped * advantages) | is_capped
 
 
 def clip_before_mean(inputs: LossInputs) -> tuple[Tensor, Tensor]:

@@ -215,9 +215,22 @@ def read_parquet(path: str) -> list[dict]:
     """Read a parquet file with pyarrow, which preserves types and writes no cache."""
     import pyarrow.parquet  # imported here because the import is slow and JSON files do not need pyarrow
 
+    limit = MIN_LIMIT + MAX_RATIO * os.path.getsize(path)
+    rows: list[dict] = []
     try:
         source = io.BytesIO(read_bytes(path)) if path.endswith(".gz") else path
-        return pyarrow.parquet.read_table(source, partitioning=None).to_pylist()
+        with pyarrow.parquet.ParquetFile(source) as file:
+            groups = (file.metadata.row_group(number) for number in range(file.num_row_groups))
+            num_bytes = sum(group.total_byte_size for group in groups)
+            num_read = 0
+            for batch in file.iter_batches(1024) if num_bytes <= limit else ():
+                num_read += batch.nbytes  # repeated values take no space in the file
+                if num_read > limit:
+                    break
+                rows += batch.to_pylist()
+        if max(num_bytes, num_read) > limit:
+            raise ValueError(f"{path}: more than {limit:,} bytes when decompressed: write it as JSONL first")
+        return rows
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: cannot be read as parquet: {error}") from None
 

@@ -726,6 +726,7 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     from data.chat import load_tokenizer, reads_clock
     from data.stream import digest_of_rows
     from lifecycle import with_date
+    from memory_plan import with_setting
     from moe_model import load_config
     from runtime.agreement import check_inputs_agree, digests_of_input
     from runtime.checkpoint import digest_of_weights
@@ -734,7 +735,8 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     settings = read_settings(args, hf_config.max_position_embeddings)
     refuse_overwriting(args, settings.data.eval)
     tokenizer = load_tokenizer(folder)
-    settings = with_date(settings, None) if reads_clock(tokenizer) else settings
+    if reads_clock(tokenizer):
+        settings = with_date(with_setting(settings, "data.date", date_of(args.model, settings)), None)
     tasks, notes = load_tasks(settings, tokenizer, args.seed)
     rows_of_rank = {"--data": digest_of_rows((task.prompt, task.prompt_ids) for task in tasks)}
     check_inputs_agree(digests_of_input("--model", folder) | rows_of_rank)
@@ -766,20 +768,34 @@ TRAINED_WITH = (
 )  # fmt: skip
 
 
+def record_of(model: Path, name: str) -> dict:
+    """Read config.yaml or versions.json of the run that trained a model; {} for any other folder."""
+    folders = (model, *model.resolve().parents[:3])  # at most run/checkpoints/step_N/model
+    file = next((file for folder in folders if (file := folder / name).is_file()), None)
+    try:
+        record = yaml.safe_load(file.read_text()) if file else {}
+    except (OSError, ValueError, yaml.YAMLError):
+        record = {}
+    return record if isinstance(record, dict) else {}
+
+
+def date_of(model: Path, settings) -> str | None:
+    """Return the date that the chat template writes: data.date, or that of the run; None: today."""
+    return settings.data.date or record_of(model, "versions.json").get("prompt_date")
+
+
 def training_warnings(model: Path, settings) -> list[str]:
     """Warn of settings in TRAINED_WITH that differ from the settings of the run that trained the model.
 
     model: a run, its export or one of its checkpoints. Returns [] for any other folder, and if all are equal.
     """
-    folders = (model, *model.resolve().parents[:3])  # at most run/checkpoints/step_N/model
-    file = next((file for folder in folders if (file := folder / "config.yaml").is_file()), None)
+    trained = record_of(model, "config.yaml")
     try:
-        trained = yaml.safe_load(file.read_text()) if file else {}
         pairs = [(name, *name.split(".")) for name in TRAINED_WITH]
         values = {
             name: trained[section][key] for name, section, key in pairs if key in trained[section]
         }  # runs of older versions lack settings
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return []  # not a run of this project
     present = settings.model_dump(mode="json")
     changes = []
@@ -789,7 +805,7 @@ def training_warnings(model: Path, settings) -> list[str]:
             changes.append(f"{name} was {value!r} and is {present[section][key]!r}")
     if not changes:
         return []
-    return [f"warning: in training ({file}) {'; '.join(changes)}: set the same unless you mean to differ"]
+    return [f"warning: in training (config.yaml) {'; '.join(changes)}: set the same, unless you mean it"]
 
 
 def say(text: str) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import sys
 import sysconfig
 import time
@@ -92,9 +93,16 @@ def check_ranks_agree(config) -> None:
     Compares all settings except run.dir, the loaded source files of the project, the user's files
     (runtime/user_files.py), and the versions of Python and of the libraries that affect results.
     """
-    code = code_of() | user_file_digests(config) | user_module_digests(config)
+    code = code_of() | user_file_digests(config) | user_module_digests(config) | variable_digests(config)
     record = {"settings": config.model_dump(mode="json"), "code": code, "versions": versions_of()}
     refuse_difference(record, difference_from, "Start every node with the same command and the same checkout")
+
+
+def variable_digests(config) -> dict[str, str]:
+    """Return {variable: digest} of the environment that reward functions or kernels read."""
+    names = [name for name in os.environ if re.match("VLLM_(USE|ATTENTION|MOE|FLASH)_|NVIDIA_TF32", name)]
+    values = {name: os.environ.get(name, "") for name in (*config.reward.env, *names)}
+    return {f"${name}": hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in values.items()}
 
 
 def check_inputs_agree(inputs: Mapping[str, str | None]) -> None:

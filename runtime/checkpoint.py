@@ -144,15 +144,25 @@ def lock_run_dir(run_dir: Path) -> IO:
 
 
 def refuse_links(run_dir: Path) -> None:
-    """Raise ValueError for a link or a pipe in run.dir, because writing would change another file."""
+    """Raise ValueError for a link or a pipe in run.dir, because writing would change another file.
+
+    Hard links among the files of run.dir are fine: experiments/evaluate.py makes some while it runs.
+    """
+    names: dict[tuple[int, int], list[Path]] = {}  # of a file, by its number
+    refused = []
     for folder, folders, files in os.walk(run_dir):
         for path in (Path(folder, name) for name in (*folders, *files)):
-            mode = path.lstat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                raise ValueError(
-                    f"run.dir: {path} is a symbolic link or a pipe, and a run writes only inside its folder: "
-                    "remove it, or choose another run.dir (run.dir itself may be a link)"
-                )
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                names.setdefault((status.st_ino, status.st_nlink), []).append(path)
+            elif not stat.S_ISDIR(status.st_mode):
+                refused.append(path)
+    refused += [paths[0] for (_, num_links), paths in names.items() if num_links > len(paths)]
+    if refused:
+        raise ValueError(
+            f"run.dir: {refused[0]} is a symbolic link, a hard link or a pipe, and a run writes only "
+            "inside its folder: replace it by a copy, or choose another run.dir (which itself may be a link)"
+        )
 
 
 @contextlib.contextmanager
@@ -279,24 +289,24 @@ def lines_of(file: Path) -> Iterator[str]:
 def earlier_starts(file: Path, versions: dict) -> list[dict]:
     """List the environments (versions, commit, weights) of earlier launches that differ from `versions`.
 
-    Dates may differ. The digest of the data and the dtype are written later, see record_data().
+    Dates may differ. Facts of record_data() are written later.
     """
     try:
         previous = json.loads(file.read_text())
     except (OSError, ValueError):  # a kill may have cut the file off
         return []
     earlier = previous.pop("earlier", [])
-    variable = {name: previous[name] for name in ("date", "data", "dtype") if name in previous}
+    variable = {name: previous[name] for name in ("date", "data", "dtype", "prompt_date") if name in previous}
     return earlier + [previous] if previous != versions | variable else earlier
 
 
-def record_data(run_dir: Path, digests: dict[str, str], dtype: str) -> None:
-    """Add to versions.json the digests of the loaded prompts, {name of the set: digest}, and the dtype.
+def record_data(run_dir: Path, digests: dict[str, str], dtype: str, prompt_date: str | None = None) -> None:
+    """Add to versions.json the digests of the loaded prompts, {name of the set: digest}, dtype and date.
 
-    dtype: of the policy; config.yaml may say auto.
+    dtype: of the policy; prompt_date: that chat templates write. config.yaml may say auto and null.
     """
     file = run_dir / "versions.json"
-    facts = {"data": digests, "dtype": dtype}
+    facts = {"data": digests, "dtype": dtype, "prompt_date": prompt_date}
     write_text(file, json.dumps(json.loads(file.read_text()) | facts, indent=1))
 
 

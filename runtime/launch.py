@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -184,6 +184,32 @@ def forget_errors(folder: Path, rank: int) -> None:
             file.unlink(missing_ok=True)
 
 
+END_PROCESS = os._exit
+
+
+@contextlib.contextmanager
+def no_silent_end() -> Iterator[None]:
+    """Have os._exit(0) in code of the user raise an error, because it would look like the end of a run."""
+    process = os.getpid()
+
+    def exit_of_user(code: int) -> None:
+        if code or os.getpid() != process:  # a forked process may end
+            END_PROCESS(code)
+        if threading.current_thread() is threading.main_thread():
+            raise SystemExit("os._exit(0)")
+        place = traceback.extract_stack()[-2]
+        print(f"\nerror: a thread ends the run by os._exit(0): {place}", file=sys.stderr)
+        leave(2)
+
+    earlier = os._exit
+    os._exit = exit_of_user  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = earlier
+
+
+@no_silent_end()
 def run(
     main: Callable[[Options], None],
     read: Callable[[list[str]], Options],
@@ -249,7 +275,7 @@ def leave(code: int) -> None:
     """End the process without the leak reports that vLLM's native libraries print at a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    END_PROCESS(code)
 
 
 def stay_on_loopback() -> None:

@@ -66,11 +66,16 @@ def exact_sum(values: Iterable[float]) -> Fraction:
     return Fraction(sum(round(value * 2**60) for value in values), 2**60)
 
 
-def rollout_metrics(groups: list[Group], binary: bool, invalid_route: int) -> dict[str, tuple[float, float]]:
-    """Measure all completions sampled on this rank, dropped groups included, as (sum, count)."""
+def rollout_metrics(
+    groups: list[Group], binary: bool, invalid_route: int, part: str | None = None
+) -> dict[str, tuple[float, float]]:
+    """Measure all completions sampled on this rank, dropped groups included, as (sum, count).
+
+    part: whose scores decide about variance (zero_variance.part); None: the whole score.
+    """
     completions = [c for group in groups for c in group.completions]
     verdicts = verdicts_of(completions)
-    outcomes = [group.outcome(binary) for group in groups]
+    outcomes = [group.outcome(binary, part) for group in groups]
     equal = [o for o in outcomes if not o.has_variance]
     lengths = [c.num_sampled for c in completions]
     statuses = Counter(v.status for v in verdicts)

@@ -28,6 +28,7 @@ from runtime.agreement import (
     code_of,
     difference_from,
     digests_of_input,
+    variable_digests,
 )
 from runtime.user_files import user_module_digests
 
@@ -66,6 +67,16 @@ def test_all_ranks_get_the_same_message(ranks):
 
     (text,) = set(ranks(3).run(message))
     assert "rank 1 on" in text and "train.learning_rate 0.0001 -> 0.0002" in text and "1, 2" in text
+
+
+@pytest.mark.parametrize("name", ["MY_SERVER", "VLLM_USE_SOMETHING", "NVIDIA_TF32_OVERRIDE"])
+def test_variables_that_change_results_are_compared(name, monkeypatch):
+    config = make_config("reward.env=[MY_SERVER]")
+    digests = []
+    for value in ("a", "b"):
+        monkeypatch.setenv(name, value)
+        digests.append(variable_digests(config))
+    assert digests[0][f"${name}"] != digests[1][f"${name}"] and "a" not in digests[0].values()
 
 
 def test_the_compared_code_is_the_projects_own():
@@ -271,4 +282,5 @@ def test_a_resume_on_another_day_renders_the_same_prompts(clock_model, tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
     assert "resumed from" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert json.loads((tmp_path / "run" / "versions.json").read_text())["prompt_date"][-2:] == first_day
     assert {row["step"] for row in rows} == {1, 2} and {row["prompt"][:2] for row in rows} == {first_day}

@@ -27,6 +27,7 @@ from conftest import ROOT, needs_program
 from experiments import evaluate as evaluate_py
 from experiments.evaluate import (
     all_figures,
+    date_of,
     level_labels,
     link_newest,
     mean_figures,
@@ -474,11 +475,14 @@ def test_settings_that_differ_from_the_training_are_reported(tmp_path):
 
     trained = load_config(["data.train=[{path: x}]", "data.system_prompt=Be brief.", 'rollout.stop=["\\n"]'])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(trained.model_dump(mode="json")))
+    (tmp_path / "versions.json").write_text('{"prompt_date": "2025-05-05"}')
     options = ("--data", "a.jsonl", "--max-new-tokens", "9", "--system-prompt", "Be brief.")
     for place in (".", "model", "checkpoints/step_000004", "checkpoints/step_000004/model"):
         assert training_warnings(tmp_path / place, settings_of(*options, 'rollout.stop=["\\n"]')) == []
         (warning,) = training_warnings(tmp_path / place, settings_of(*options))
         assert "rollout.stop" in warning and "system_prompt" not in warning
+        assert date_of(tmp_path / place, settings_of(*options)) == "2025-05-05"
+        assert date_of(tmp_path / place, settings_of(*options, "data.date=2020-02-02")) == "2020-02-02"
     (tmp_path / "config.yaml").write_text("name: of another program\n")
     assert training_warnings(tmp_path, settings_of(*options)) == []
 

@@ -363,7 +363,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, runtime": 318,
     "words of Markdown, tests": 910,
     "words of Markdown, tests/campaign": 539,
-    "words of Markdown, the root": 4450,
+    "words of Markdown, the root": 4500,
     "lines of Python, data": 4390,
     "lines of Python, examples": 80,
     "lines of Python, experiments": 9950,
@@ -373,7 +373,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, tests": 30800,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 10950,
-    "lines of Python, verifiers": 3060,
+    "lines of Python, verifiers": 3100,
 }
 
 

@@ -185,6 +185,21 @@ def test_code_that_ends_a_run_from_inside_is_an_error_with_its_place(error, monk
     assert type(error).__name__ in line and "test_launch.py, line" in line
 
 
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_an_exit_that_looks_like_the_end_of_a_run_is_an_error(in_thread):
+    call = (
+        "threading.Thread(target=os._exit, args=(0,)).start(); time.sleep(60)" if in_thread else "os._exit(0)"
+    )
+    code = (
+        "import os, threading, time\nfrom runtime import launch\n"
+        "def main(options):\n    if not (child := os.fork()): os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, 'a fork may end'\n"
+        f"    {call}\nlaunch.leave(launch.run(main, list, []))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "os._exit(0)" in done.stderr, done
+
+
 @pytest.mark.parametrize("error, text", [(OSError(28, "No space"), ""), (OSError(13, "Denied"), "Denied")])
 def test_a_thread_leaves_a_full_disk_to_the_main_thread(error, text, monkeypatch, capsys):
     monkeypatch.setattr(threading, "excepthook", report_thread)

@@ -1,5 +1,6 @@
 """Metrics of a step against numbers counted by hand, over two ranks; checks that end a run."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,10 @@ def test_metrics_of_a_rollout_counted_by_hand(monkeypatch):
         "cut_at_limit_frac": 3 / 8, "verdict/ok_frac": 3 / 8, "verdict/wrong_frac": 1 / 8,
         "verdict/no_answer_frac": 1 / 8, "verdict/timeout_frac": 3 / 8, "verdict/error_frac": 0,
     })  # fmt: skip
+    for part, share in ((None, 3 / 4), ("math", 1), ("exact", 3 / 4)):  # a part without variance decides
+        groups[0][0].completions = judged(first, [replace(v, parts={"math": 0.5}) for v in (ok, half)])
+        outcome = reduced(monkeypatch, lambda r, p=part: rollout_metrics(groups[r], False, INVALID, p))[0]
+        assert outcome["zero_variance_frac"] == share
     groups[0][0].completions = judged(first, [ok, Verdict(0.0, "wrong")])
     binary, _ = reduced(monkeypatch, lambda rank: rollout_metrics(groups[rank], True, INVALID))
     assert binary["score"] == pytest.approx(3 / 5)

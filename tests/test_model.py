@@ -530,6 +530,15 @@ def test_shards_of_an_earlier_save_are_not_read(tmp_path):
     assert_same(dict(load_policy(tmp_path).named_parameters()), dict(policy.named_parameters()), atol=0)
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    policy = policy_like(tiny_model("moe"))
+    save_hf(policy, tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "z.safetensors")
+    with pytest.raises(ValueError, match="model.norm.weight is in two files.*z.safetensors"):
+        load_policy(tmp_path)
+
+
 def test_errors_of_a_load_name_the_file_or_the_tensor(tmp_path):
     policy = policy_like(tiny_model("moe"))
     with pytest.raises(ValueError, match="safetensors"):

@@ -5,8 +5,10 @@ the outputs by built-in losses, for example by `clip_mode: soft`, which equals e
 """
 
 import json
+import os
 import random
 import re
+import signal
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from runtime.checkpoint import prepare_run_dir
 from runtime.metrics import batch_metrics, reduce_metrics
 from settings import AlgorithmSettings
 from verifiers.kinds import parts_of
+from verifiers.own import load_function
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "plugins.json").read_text())
 PLUGINS = ROOT / "experiments" / "plugins"
@@ -143,6 +146,12 @@ BROKEN = {  # a plug-in's source and the words that its refusal contains
     "returns no statistics": ("def plugin(inputs): return inputs.ratio", ("statistic",)),
     "returns another shape": ("def plugin(inputs): return inputs.ratio.sum(), {}", ("[2, 3]",)),
     "has no gradient": ("def plugin(inputs): return inputs.advantages, {}", ("gradient",)),
+    "has another gradient": (
+        "import torch\ndef plugin(inputs): return torch.ones(2, 3, requires_grad=True), {}",
+        ("inputs.logprobs",),
+    ),
+    "changes the state when imported": ("import os; os.chdir('/')", ("working directory",)),
+    "exits when imported": ("import sys; sys.exit(0)", ("SystemExit", "line 1")),
     "raises when called": ("def plugin(inputs): return inputs.logits", ("logits", "line 1")),
     "has a gain without advantage": ("def plugin(inputs): return inputs.ratio, {}", ("skip_zero_gradient",)),
     "returns statistics of another shape": (
@@ -153,7 +162,8 @@ BROKEN = {  # a plug-in's source and the words that its refusal contains
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_plugin_is_refused_with_file_function_and_expectation(case, tmp_path):
+def test_a_broken_plugin_is_refused_with_file_function_and_expectation(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     source, words = BROKEN[case]
     file = tmp_path / re.sub(r"\W", "_", case) / "broken.py"
     file.parent.mkdir()
@@ -250,6 +260,17 @@ MISDEEDS = {  # code that runs after the start's check, between `result = ...` a
     "statistics of text": "result = (result[0], {'mine': 'text'})",
     "a statistic of ours": "result = (result[0], {'score': result[0].detach()})",
     "changed inputs": "(inputs.rewards if hasattr(inputs, 'rewards') else inputs.advantages).mul_(0)",
+    "changed inputs by another name": "tensor_of(inputs).data.mul_(0)",
+    "changed inputs through numpy": "tensor_of(inputs).numpy()[:] = 7",
+    "another input in its place": "object.__setattr__(inputs, next(iter(vars(inputs))), None)",
+    "half precision": "result = (result[0].bfloat16(), {})",
+    "a statistic without a name": "result = (result[0], {7: 1.0})",
+    "the default dtype": "torch.set_default_dtype(torch.float64)",
+    "the grad mode": "torch.set_grad_enabled(False)",
+    "the number of threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "the working directory": "os.chdir('/')",
+    "the handler of SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+    "torchrun's variables": "os.environ['RANK'] = '7'",
     "KeyError": "{}['format']",
     "sys.exit()": "sys.exit(0)",
     "KeyboardInterrupt": "raise KeyboardInterrupt",
@@ -259,11 +280,25 @@ CALLS += [(hook, "NaN") for hook in ("advantage", "select")] + [("gain", "no gra
 MISDEEDS |= {"NaN": "result[0][0] = math.nan", "no gradient": "result = (result[0].detach(), {})"}
 
 
+@pytest.fixture
+def restored():
+    handler, num_threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    torch.set_num_threads(num_threads)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+
+
 @pytest.mark.parametrize("hook, misdeed", CALLS)
-def test_every_call_of_a_hook_is_checked(hook, misdeed, tmp_path):
+def test_every_call_of_a_hook_is_checked(hook, misdeed, tmp_path, monkeypatch, restored):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")
     file = tmp_path / "later.py"
     lines = [
-        "import math, sys, torch", "calls = []", "def plugin(inputs):", f"    result = {GOOD[hook]}",
+        "import math, os, signal, sys, torch",
+        "calls = []; tensor_of = lambda x: vars(x)['rewards' if hasattr(x, 'rewards') else 'advantages']",
+        "def plugin(inputs):", f"    result = {GOOD[hook]}",
         "    calls.append(1)", f"    if len(calls) > 1: {MISDEEDS[misdeed]}", "    return result",
     ]  # fmt: skip
     file.write_text("\n".join(lines))
@@ -274,6 +309,18 @@ def test_every_call_of_a_hook_is_checked(hook, misdeed, tmp_path):
         call_hook(algorithm, hook, hook_inputs(hook))
     if misdeed in ("KeyError", "sys.exit()", "KeyboardInterrupt"):
         assert "(later.py, line 6)" in str(error.value)
+
+
+def test_a_copy_of_the_process_ends_and_advantages_carry_no_gradient(tmp_path):
+    (tmp_path / "forks.py").write_text(
+        "import os, torch\nchildren = []\ndef plugin(inputs):\n    children.append(os.fork())\n"
+        "    return inputs.rewards.clone().requires_grad_()\n"
+    )
+    algorithm = AlgorithmSettings(advantage=f"{tmp_path}/forks.py:plugin")
+    values, _ = call_hook(algorithm, "advantage", hook_inputs("advantage"))
+    assert not values.requires_grad
+    (child,) = load_function(algorithm.advantage).call.__globals__["children"]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_statistics_of_all_hooks_become_metrics(tmp_path, one_rank):

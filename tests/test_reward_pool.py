@@ -207,11 +207,13 @@ def test_a_scale_is_linear_and_further_numbers_of_a_dict_are_parts(own):
     kind = f"{own}:given"
     results = {
         "-1": 0.0, "0": 0.5, "1": 1.0, "-0.5": 0.25, "True": 1.0, "False": 0.0, "1 + 1e-9": 1.0,
+        "__import__('numpy').False_": 0.0, "__import__('numpy').bool_(1)": 1.0,
+        "__import__('numpy').float32(-1)": 0.0, "__import__('decimal').Decimal('0.5')": 0.75,
         "{'score': 0.5, 'acc': True, 'pred': '5', 'length': 7, 'bad': float('nan')}": 0.75,
     }  # fmt: skip
     verdicts = scored(*((kind, "x", text) for text in results), scales={kind: (-1, 1)})
     assert [verdict.reward for verdict in verdicts] == list(results.values())
-    assert [verdict.parts for verdict in verdicts[:-1]] == [{}] * 7
+    assert [verdict.parts for verdict in verdicts[:-1]] == [{}] * 11
     assert verdicts[-1].parts == {f"{kind}/acc": 1.0, f"{kind}/length": 7.0}
     text = "{'score': 0.5, 'acc': 0}"
     (verdict,) = scored((f"1*exact + 3*{kind}", text, text))

@@ -1,13 +1,16 @@
 """Sockets of a job, links in a run folder, and other ways in which a stranger could reach a run."""
 
 import gzip
+import io
 import json
 import math
 import os
+import stat
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 from conftest import ROOT, SMALL, torchrun_command, train
 
@@ -108,7 +111,7 @@ PLACES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "socket"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_refuses_a_folder_that_leads_elsewhere(place, kind, tmp_path):
     outside = tmp_path / "outside"
@@ -117,11 +120,21 @@ def test_a_run_refuses_a_folder_that_leads_elsewhere(place, kind, tmp_path):
     path.parent.mkdir(parents=True)
     if kind == "pipe":
         os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    elif kind == "hard link":
+        path.hardlink_to(outside)
     else:
         path.symlink_to(outside if kind == "link" else tmp_path / "nowhere")
     with pytest.raises(ValueError, match=f"run.dir: {path} is a symbolic link"):
         lock_run_dir(tmp_path / "run")
     assert outside.read_text() == "mine" and not (tmp_path / "nowhere").exists()
+
+
+def test_hard_links_among_the_files_of_a_run_are_its_own(tmp_path):
+    (tmp_path / "a").write_text("evaluate.py links the newest checkpoint")
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    lock_run_dir(tmp_path).close()
 
 
 def test_a_checkpoint_is_not_written_through_a_link_that_came_later(tmp_path, one_rank):
@@ -188,6 +201,21 @@ def test_a_compressed_file_has_a_bound(suffix, tmp_path, monkeypatch):
         formats.read_file(str(file))
     file.write_bytes(gzip.compress(b"PAR1" * 200))
     assert len(formats.read_bytes(str(file))) == 800
+
+
+@pytest.mark.parametrize(
+    "columns", [{"a": ["x" * 10**6]}, {"a": ["same text"] * 10**5}, {"a": [[0] * 10**6]}]
+)
+@pytest.mark.parametrize("suffix", ["parquet", "parquet.gz"])
+def test_a_parquet_file_has_a_bound(columns, suffix, tmp_path, monkeypatch):
+    file = tmp_path / f"rows.{suffix}"
+    content = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), content, compression="zstd")
+    file.write_bytes(gzip.compress(content.getvalue()) if suffix.endswith("gz") else content.getvalue())
+    assert formats.read_file(str(file)) == [{"a": value} for value in columns["a"]]
+    monkeypatch.setattr(formats, "MIN_LIMIT", 10**4)
+    with pytest.raises(ValueError, match="when decompressed"):
+        formats.read_file(str(file))
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -15,7 +15,9 @@ import inspect
 import json
 import math
 import operator
+import os
 import re
+import signal
 import sys
 import sysconfig
 import traceback
@@ -35,6 +37,7 @@ LIBRARY_PATHS = (  # excluded from the location of an error, because the mistake
     str(PROJECT / "plugins.py"),
     str(PROJECT / "judges.py"),
     str(PROJECT / "verifiers"),
+    str(PROJECT / "runtime" / "launch.py"),
 )
 
 
@@ -69,7 +72,8 @@ class OwnFunction:
 def load_function(name: str) -> OwnFunction:
     """Import a function by name, "path/file.py:function" or "module:function"; errors explain the cause."""
     location, _, attribute = name.rpartition(":")
-    module = _import_file(location) if location.endswith(".py") else importlib.import_module(location)
+    is_file = location.endswith(".py")
+    module = _import_file(location) if is_file else call_own(importlib.import_module, location)
     try:
         function = operator.attrgetter(attribute)(module)
     except AttributeError:
@@ -112,11 +116,51 @@ def _import_file(path: str):
     spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        call_own(spec.loader.exec_module, module)
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def call_own(function: Callable, *arguments):
+    """Call code of the user. RuntimeError if it exits, or changes the state of a process that trains.
+
+    A copy of the process that the code has made by os.fork() ends here, because it would train as well.
+    """
+    process = os.getpid()
+    before = state_of_process()
+    try:
+        result = function(*arguments)
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
+    finally:
+        if os.getpid() != process:
+            os._exit(1)
+    after = state_of_process()
+    if changed := [name for name in before if before[name] != after[name]]:
+        name = changed[0]
+        raise RuntimeError(f"it changed {name} from {before[name]} to {after[name]}: restore it")
+    return result
+
+
+OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def state_of_process() -> dict[str, object]:
+    """Return the state that code of the user could change and later steps read; {} in a worker."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "torch's number of threads": torch.get_num_threads(),
+        "torch's precision": (torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")),
+        "the working directory": os.getcwd(),
+        "the handlers of signals": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
+        "torchrun's variables": [os.environ.get(name) for name in OF_TORCHRUN],
+    }
 
 
 class BadResult(ValueError):
@@ -137,7 +181,8 @@ def read_result(name: str, result, scale: Scale = (0.0, 1.0)) -> tuple[float, di
         result.close()  # prevents the warning "coroutine was never awaited"
         raise BadResult(f"{name} returned a coroutine: define it with `async def`, so that it is awaited")
     value = result.get("score") if isinstance(result, dict) else result
-    low, high = (0.0, 1.0) if isinstance(value, bool) else scale
+    is_bool = isinstance(value, bool) or f"{getattr(value, 'dtype', '')}".endswith("bool")  # of numpy, torch
+    low, high = (0.0, 1.0) if is_bool else scale
     number = _number(value)
     if number is None:
         shown = printable(repr(result))[:80]

@@ -1,9 +1,8 @@
 """Off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, eq. 9) [secondary: TRL], with PPO's clip."""
 
-import torch
 from torch import Tensor
 
-from batch import LossInputs
+from batch import LossInputs, pessimistic
 
 
 def off_policy_mask(inputs: LossInputs, max_divergence: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -17,8 +16,6 @@ def off_policy_mask(inputs: LossInputs, max_divergence: float) -> tuple[Tensor, 
     num_tokens = inputs.mask.sum(dim=1, keepdim=True).clamp(min=1)  # [b, 1]
     is_far = divergence.sum(dim=1, keepdim=True) / num_tokens > max_divergence  # [b, 1]
     is_masked = is_far & (inputs.advantages < 0)
-    advantages = inputs.advantages * ~is_masked
-    unclipped = inputs.ratio * advantages
-    clipped = inputs.ratio.clamp(1 - settings.clip_eps_low, 1 + settings.clip_eps_high) * advantages
-    statistics = {"masked": is_masked, "clipped": clipped < unclipped}
-    return torch.minimum(unclipped, clipped), {n: v.to(unclipped.dtype) for n, v in statistics.items()}
+    low, high = 1 - settings.clip_eps_low, 1 + settings.clip_eps_high
+    gain, clipped = pessimistic(inputs.ratio, inputs.advantages * ~is_masked, low, high, cap=None)
+    return gain, {"masked": is_masked.to(gain.dtype), "clipped": clipped.to(gain.dtype)}
