@@ -11,8 +11,9 @@ in nats.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -31,6 +32,27 @@ ZERO_VARIANCE = 1e-6
 # Sampling
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
+class Version:
+    """The policy that sampled consecutive tokens of a completion."""
+
+    policy_version: int  # finished steps
+    num_tokens: int  # inserted tokens of an episode included
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Sampled tokens with which a completion begins, for example of a rollout that was cut off.
+
+    The completion counts them as its own: they are trained on, scored, and part of max_new_tokens.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]  # of each token by the policy that it counts as sampled by
+    versions: tuple[Version, ...]  # of these tokens
+    finish_reason: str | None = None  # of a prefix that is a whole completion: no token is sampled
+
+
+@dataclass(frozen=True)
 class Request:
     """One completion to sample. Five fields decide the order (runtime.schedule.WaitingLine): group,
     expected_tokens, guessed, latency_tokens and work_tokens."""
@@ -47,6 +69,23 @@ class Request:
     latency_tokens: float = 0.0  # time of the verdict, in tokens of one completion (verdict_tokens())
     work_tokens: float = 0.0  # time of the verdict, in tokens of the whole engine
     topk: int = 0  # k: most likely tokens whose log-probabilities the engine returns at each position
+    prefix: Prefix | None = None  # tokens with which the completion begins; not with topk or episodes
+
+    def after_prefix(self) -> "Request":
+        """Return the engine's request: the prefix is part of the prompt.
+
+        Of a prefix that is a whole completion, the engine computes routes only and samples one token, which
+        join() drops.
+        """
+        if self.prefix is None:
+            return self
+        num_tokens = len(self.prefix.token_ids)
+        rest = 1 if self.prefix.finish_reason else self.max_new_tokens - num_tokens
+        return replace(
+            self, prompt_ids=[*self.prompt_ids, *self.prefix.token_ids], max_new_tokens=rest,
+            min_new_tokens=max(0, self.min_new_tokens - num_tokens),
+            expected_tokens=max(1.0, self.expected_tokens - num_tokens) if self.expected_tokens else 0.0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,6 +125,37 @@ class Completion:
     num_call_errors: int = 0  # calls that were malformed, raised an error or exceeded the time limit
     has_open_call: bool = False  # the last turn calls a tool and has no result: no turn or budget is left
     verdict: Verdict | None = None  # by the environment, or else by a verifier as soon as it has scored
+    versions: tuple[Version, ...] = ()  # of the tokens in their order
+
+    def after(self, prefix: Prefix) -> "Completion":
+        """Return the completion that begins with a prefix and goes on with these tokens.
+
+        `versions` has those of the prefix; with_version() adds the version of the other tokens.
+        """
+        is_whole = prefix.finish_reason is not None
+        return replace(
+            self,
+            token_ids=[*prefix.token_ids, *([] if is_whole else self.token_ids)],
+            logprobs=[*prefix.logprobs, *([] if is_whole else self.logprobs)],
+            finish_reason=prefix.finish_reason or self.finish_reason,
+            versions=prefix.versions,
+        )
+
+    def with_version(self, policy_version: int) -> "Completion":
+        """Return the completion with the version of the policy that sampled its last tokens."""
+        num_tokens = len(self.token_ids) - sum(version.num_tokens for version in self.versions)
+        versions = (*self.versions, Version(policy_version, num_tokens))
+        return replace(self, versions=versions) if num_tokens else self
+
+    @classmethod
+    def restored(cls, values: dict[str, Any]) -> "Completion":
+        """Return the completion of dataclasses.asdict()."""
+        parts = {
+            "turns": tuple(Turn(**turn) for turn in values["turns"]),
+            "versions": tuple(Version(**version) for version in values["versions"]),
+            "verdict": None if values["verdict"] is None else Verdict(**values["verdict"]),
+        }
+        return cls(**values | parts)
 
     @property
     def fields(self) -> dict:
@@ -196,6 +266,30 @@ class GroupOutcome:
         return self.valid >= 2 and not self.has_variance
 
 
+@dataclass
+class Rollout:
+    """The sampled completions of a step: those of this rank, and the part that all ranks know."""
+
+    policy_version: int  # finished steps of the policy that sampled
+    groups: list[Group]  # of this rank
+    outcomes: dict[int, GroupOutcome]  # of all ranks, by slot
+    account: Counter[str]  # prompts by fate, over all ranks
+
+    def saved(self) -> dict[str, Any]:
+        """Return the rollout as plain values and tensors, for a checkpoint."""
+        return asdict(self) | {"account": dict(self.account)}
+
+    @classmethod
+    def restored(cls, values: dict[str, Any]) -> "Rollout":
+        """Return the rollout of saved()."""
+        groups = [
+            Group(**group | {"completions": [Completion.restored(c) for c in group["completions"]]})
+            for group in values["groups"]
+        ]
+        outcomes = {slot: GroupOutcome(**outcome) for slot, outcome in values["outcomes"].items()}
+        return cls(values["policy_version"], groups, outcomes, Counter(values["account"]))
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Training
 # ------------------------------------------------------------------------------------------------------------
@@ -232,6 +326,7 @@ class RolloutBatch:
     # {statistic of an advantage or select plug-in: (sum, count)}
     hook_metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
     turns: list[tuple[Turn, ...]] | None = None  # [B]; None: no completion has inserted tokens
+    policy_versions: Tensor | None = None  # [B, T] int64, finished steps of the policy that sampled
     answer_ids: list[list[int]] = field(default_factory=list)  # [B] ragged, the scored tokens of completions
 
     def sampled_targets(self, rows: list[int]) -> Tensor | None:
@@ -287,6 +382,11 @@ def collate(
     response_mask = torch.arange(longest) < lengths.unsqueeze(1)  # [B, T]
     rollout_logprobs = torch.zeros(response_mask.shape)
     rollout_logprobs[response_mask] = torch.tensor([x for c in completions for x in c.logprobs])
+    versions = [v.policy_version for c in completions for v in c.versions for _ in range(v.num_tokens)]
+    policy_versions = None
+    if len(versions) == lengths.sum():
+        policy_versions = torch.zeros(response_mask.shape, dtype=torch.int64)
+        policy_versions[response_mask] = torch.tensor(versions, dtype=torch.int64)
     has_turns = any(c.turns for c in completions)
     if has_turns:
         sampled = torch.tensor([x for c in completions for x in c.sampled_mask])
@@ -316,6 +416,7 @@ def collate(
         topk_ids=topk_ids if has_topk else None,
         topk_logprobs=topk_logprobs if has_topk else None,
         turns=[c.turns for c in completions] if has_turns else None,
+        policy_versions=policy_versions,
         answer_ids=[c.answer_ids for c in completions],
     )
 

@@ -267,6 +267,11 @@ def loss_warnings(config: Config) -> Iterator[str]:
             f"algorithm.loss_agg 'token_group_mean' without entropy groups (algorithm.ratio_level "
             f"{algo.ratio_level!r}) is the mean over tokens"
         )
+    if config.rollout.lag and algo.old_policy == "trainer" and algo.rollout_correction == "none":
+        yield (
+            f"rollout.lag {config.rollout.lag} without algorithm.rollout_correction: nothing corrects for the "
+            "delay, because ratios are to the trainer's policy of the same step (algorithm.old_policy)"
+        )
     num_updates = config.train.num_updates
     if algo.router_replay == "r2" and num_updates == 1:
         yield (

@@ -13,13 +13,14 @@ A function marked Collective must be called by all ranks.
 """
 
 import contextlib
+import copy
 import json
 import math
 import os
 import resource
 import signal
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -34,7 +35,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import moe_model
-from batch import Completion, Group, Request, RolloutBatch, collate, verdicts_of
+from batch import Completion, Group, Request, Rollout, RolloutBatch, collate, verdicts_of
 from configure import config_warnings, stage_configs, widest
 from data.chat import load_tokenizer
 from data.history import PromptHistory
@@ -127,6 +128,7 @@ class Run:
     watchdog: Watchdog
     state: TrainState
     history: PromptHistory
+    queue: deque[Rollout]  # sampled, not trained on yet (rollout.lag)
     tokenizer: Any  # of transformers
     prompts: list[Prompt]  # the training set
     prompt_ids: list[list[int]]  # token ids of the training set
@@ -179,13 +181,14 @@ def set_up(config: Config) -> Run | None:
     with clock("setup"):
         models = build_engine_and_policy(resolved, data, accelerator.device)
         history = PromptHistory.from_offline(data.offline_scores, launch.configs[0].rollout.group_size)
+        queue: deque[Rollout] = deque()
         if checkpoint:
-            history = resume(checkpoint, models["trainer"], history, loaded.train, resolved)
+            history = resume(checkpoint, models["trainer"], history, loaded.train, resolved, queue)
     stage = state.stage.number
     return Run(
         config=launch.configs[stage], run_config=resolved, stage_configs=launch.configs,
         offers=launch.offers[stage], stage_offers=launch.offers, lock=lock, accelerator=accelerator,
-        clock=clock, watchdog=watchdog, state=state, history=history, tokenizer=launch.tokenizer,
+        clock=clock, watchdog=watchdog, state=state, history=history, queue=queue, tokenizer=launch.tokenizer,
         prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, pool=data.pool,
         interaction=data.interaction, extras=launch.extras, signals=listen(resolved),
         generation_config=read_generation_config(data.model_dir), progress=progress_bar(resolved, state),
@@ -647,9 +650,13 @@ def report_finished(config: Config, checkpoint: Path, state: TrainState) -> None
 
 
 def resume(
-    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config
-) -> PromptHistory:
-    """Load the parts of a checkpoint besides the weights; return the record of the prompts."""
+    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config,
+    queue: deque[Rollout],
+) -> PromptHistory:  # fmt: skip
+    """Load the parts of a checkpoint besides the weights; return the record of the prompts.
+
+    A resume of the weights alone drops the rollouts of the queue, which are of another optimizer's policy.
+    """
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     same_prompts = saved.pop("prompts") == digest_of(prompts)
     is_exact = resumes_exactly(config, checkpoint) and same_prompts
@@ -657,12 +664,12 @@ def resume(
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
     say(f"resumed from {checkpoint}{dropped}{fresh}")
     if is_exact:
-        load_shard(checkpoint / f"rank_{dist.get_rank():05d}.pt", trainer)
+        load_shard(checkpoint / f"rank_{dist.get_rank():05d}.pt", trainer, queue)
     return PromptHistory(**saved) if same_prompts else history
 
 
-def load_shard(file: Path, trainer) -> None:
-    """Restore the optimizer and the random numbers of this rank from the rank's file of a checkpoint.
+def load_shard(file: Path, trainer, queue: deque[Rollout]) -> None:
+    """Restore optimizer, random numbers and queue of this rank from the rank's file of a checkpoint.
 
     The file is mapped, because reading it whole would double the memory of the optimizer: for Qwen3-30B-A3B
     on eight GPUs, 46 GB per rank. Tensors that AdamW then holds on the host are copied one by one, so that
@@ -674,6 +681,7 @@ def load_shard(file: Path, trainer) -> None:
         on_host = {name: value for name, value in values.items() if value.device.type == "cpu"}
         values.update({name: value.clone() for name, value in on_host.items()})
     torch.set_rng_state(shard["torch_rng"])
+    queue += map(Rollout.restored, copy.deepcopy(shard.get("queue", [])))  # a copy, as above
 
 
 # ---- judge, engine, trackers, signals ----
@@ -1088,6 +1096,8 @@ def write_rank(run: Run, folder: Path) -> dict[Path, str]:
     writer = HashingWriter()
     write_model(run, folder / "model", writer.save_tensors)
     shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
+    if run.queue:
+        shard["queue"] = [rollout.saved() for rollout in run.queue]
     writer.save(shard, folder / f"rank_{rank:05d}.pt")
     if rank == 0:
         writer.save(vars(run.history) | {"prompts": digest_of(run.prompts)}, folder / "history.pt")

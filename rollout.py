@@ -174,9 +174,10 @@ class RolloutEngine:
         engine_requests, first = self.gather_requests(requests)
         local = range(first, first + len(requests))
         self.switch_capture(self.captures_routes and capture_routes)
-        turns = OneTurn(local) if episodes is None else episodes
+        turns = OneTurn(engine_requests, local) if episodes is None else episodes
         if episodes is not None and self.settings.tensor_parallel > 1:
             turns = SharedTurns(episodes, local, self.tensor_parallel_group())
+        engine_requests = [request.after_prefix() for request in engine_requests]
         completions, captured = self.run_requests(engine_requests, local, turns, on_finished, on_step)
         if not self.is_capturing:
             return completions
@@ -226,8 +227,8 @@ class RolloutEngine:
             for index, event in events:
                 line.take_event(index, event)
                 if isinstance(event, Completion) and index in local:
-                    completions[index - local.start] = event
-                    on_finished(index - local.start, event)
+                    completions[index - local.start] = completion = event.with_version(self.policy_version)
+                    on_finished(index - local.start, completion)
             line.room.take_step()
             on_step()
         if num_steps:
@@ -369,19 +370,26 @@ class Turns(Protocol):
 
 
 class OneTurn:
-    """Episodes of one turn, of all ranks of an engine. local: the indices of this rank's requests.
+    """Episodes of one turn, of all ranks of an engine: the prefix of a request and the sampled tokens.
 
-    Routes of other ranks are dropped at once, because routes are large, for example 384 bytes per token in a
-    model of 48 layers with 8 experts per token.
+    requests: of all ranks; local: the indices of this rank's requests. Routes of other ranks are dropped at
+    once, because routes are large, for example 384 bytes per token in a model of 48 layers with 8 experts per
+    token.
     """
 
-    def __init__(self, local: range):
+    def __init__(self, requests: list[Request], local: range):
+        self.requests = requests
         self.local = local
         self.events: list[Event] = []
         self.routes: dict[int, np.ndarray | None] = {}
 
     def end_turn(self, index: int, turn: Completion, routes: np.ndarray | None) -> None:
         """End the episode."""
+        prefix = self.requests[index].prefix
+        if prefix is not None:
+            turn = turn.after(prefix)
+            if prefix.finish_reason is not None and routes is not None:
+                routes = routes[:-1]  # without the token that is dropped
         self.events.append((index, turn))
         if index in self.local:
             self.routes[index] = routes

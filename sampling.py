@@ -27,6 +27,11 @@ class Job(NamedTuple):
     samples: range  # their numbers within the group
 
 
+def rollout_number(run: Run) -> int:
+    """Return the number of the next rollout, which is the step that trains on it (rollout.lag)."""
+    return run.state.step + len(run.queue)
+
+
 def captures_routes(config: Config, step: int) -> bool:
     """Tell whether the engine returns the experts of the tokens that it samples at a step."""
     rollout = config.rollout
@@ -92,6 +97,7 @@ def requests_of(run: Run, jobs: list[Job]) -> tuple[list[Request], list[Prompt]]
     """Return the engine's requests for some jobs, job after job, and the prompt of each."""
     config = run.config
     rollout = config.rollout
+    number = rollout_number(run)
     requests = []
     prompts = []
     for group, samples in jobs:
@@ -100,8 +106,8 @@ def requests_of(run: Run, jobs: list[Job]) -> tuple[list[Request], list[Prompt]]
             requests.append(
                 Request(
                     prompt_ids=run.prompt_ids[group.prompt_index],
-                    seed=seed_of(config.train.seed, run.state.step, group.slot, sample),
-                    group_seed=seed_of(config.train.seed, run.state.step, group.slot),
+                    seed=seed_of(config.train.seed, number, group.slot, sample),
+                    group_seed=seed_of(config.train.seed, number, group.slot),
                     temperature=rollout.temperature,
                     max_new_tokens=rollout.max_new_tokens,
                     group=group.slot,

@@ -498,6 +498,13 @@ class RolloutSettings(Section):
         per_stage="largest",
         ge=1,
     )
+    lag: int = setting(
+        0,
+        "train on the completions of N steps ago: the delay of asynchronous training, without its speed; 0: "
+        "on those of the same step",
+        ge=0,
+        le=64,
+    )
     max_turns: int = setting(
         8, "end an episode after this many turns of the policy (data.tools, data.environment)", ge=1, le=1000
     )

@@ -56,6 +56,7 @@ from batch import (
     GroupOutcome,
     LossInputs,
     PolicyOutputs,
+    Rollout,
     RolloutBatch,
     collate,
     pessimistic,
@@ -91,7 +92,7 @@ from runtime.learning_rate import learning_rate, set_learning_rate
 from runtime.memory import return_freed_memory
 from runtime.metrics import UpdateWork, batch_metrics, mismatch_statistics, old_pass_metrics, prompt_account
 from runtime.schedule import deal_groups, exchange, longest_first, micro_batches_of, sequence_lengths
-from sampling import Job, generate, requests_of, set_expected_costs
+from sampling import Job, generate, requests_of, rollout_number, set_expected_costs
 from settings import (
     MAX_ENTROPY_GROUPS,
     AlgorithmSettings,
@@ -240,6 +241,7 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     config = run.config
     zero = config.zero_variance
     group_size = config.rollout.group_size
+    number = rollout_number(run)
     groups: list[Group] = []  # of all ranks, by slot; only Group.rank holds the completions
     outcomes: dict[int, GroupOutcome] = {}
     account: Counter[str] = Counter()
@@ -248,7 +250,7 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     num_new = num_new_prompts(outcomes, last_round, probing, config)
     while num_new or probing:
         chosen, num_offered = choose_prompts(
-            num_new, run.state.consumed_prompts, run.history, run.state.step, config, run.offers,
+            num_new, run.state.consumed_prompts, run.history, number, config, run.offers,
             run.state.stage.first_prompt,
         )  # fmt: skip
         run.state.consumed_prompts += num_offered
@@ -265,7 +267,7 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
         jobs += [Job(group, first_samples) for group in new_groups]
         round_outcomes = generate_round(run, jobs)
         outcomes |= {outcome.slot: outcome for outcome in round_outcomes}
-        probing = [o.slot for o in round_outcomes if is_continued(o, run.history, run.state.step, config)]
+        probing = [o.slot for o in round_outcomes if is_continued(o, run.history, number, config)]
         last_round = [outcome.slot for outcome in round_outcomes]
         is_over = account["rounds"] >= zero.max_rounds
         num_new = 0 if is_over else num_new_prompts(outcomes, last_round, probing, config)
@@ -273,6 +275,20 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     account["probed"] = len(outcomes) if zero.probe_size else 0
     account["stopped"] = num_stopped
     return [group for group in groups if group.rank == dist.get_rank()], outcomes, account
+
+
+def next_rollout(run: Run) -> Rollout:
+    """Return the rollout that this step trains on, with `rollout.lag` later rollouts sampled. Collective.
+
+    Step t trains on rollout t, which the policy of step max(0, t - lag) has sampled. So the first step
+    samples lag + 1 rollouts and every later step one: the delay of an asynchronous run without its
+    concurrency [ours].
+    """
+    while len(run.queue) <= run.config.rollout.lag:
+        groups, outcomes, account = sample_step(run)
+        update_history(run, list(outcomes.values()))
+        run.queue.append(Rollout(run.state.step, groups, outcomes, account))
+    return run.queue.popleft()
 
 
 def is_continued(outcome: GroupOutcome, history: PromptHistory, step: int, config: Config) -> bool:
@@ -1134,21 +1150,21 @@ def main(config: Config) -> None:
         step_start = time.perf_counter()
 
         # Rollout: choose prompts, generate, score each completion as it ends; probe and refill in rounds
-        sampled, outcomes, account = sample_step(run)
+        rollout = next_rollout(run)
         rollout_seconds = time.perf_counter() - step_start
         run.engine.sleep()
-        metrics = measure_rollout(run, sampled, rollout_seconds)
+        metrics = measure_rollout(run, rollout.groups, rollout_seconds)
 
         # Eliminate zero variance, deal the other groups to ranks and minibatches
         with run.clock("deal"):
-            groups, trained = drop_and_deal(sampled, outcomes, config)
+            groups, trained = drop_and_deal(rollout.groups, rollout.outcomes, config)
         batch = batch_of(run, groups)
-        update_history(run, list(outcomes.values()))
 
         # Old and reference log-probabilities, if the update needs them
         if trained:
             with run.clock("logprobs"):
-                add_old_outputs(run, batch, parity_is_due)
+                newest = collated(run, run.queue[-1].groups) if run.queue and parity_is_due else None
+                add_old_outputs(run, batch, parity_is_due, newest)
             parity_is_due = False
 
         # Rewards: verifier, judge, penalties; advantages
@@ -1171,25 +1187,31 @@ def main(config: Config) -> None:
         parity_is_due |= report.is_checked
 
         # Log, checkpoint
-        metrics |= batch_metrics(batch, groups, config) | metrics_of(config, batch)
-        reduced = reduce_step_metrics(metrics, prompt_account(account, outcomes, trained))
+        metrics |= batch_metrics(batch, groups, config, state.step - 1) | metrics_of(config, batch)
+        reduced = reduce_step_metrics(metrics, prompt_account(rollout.account, rollout.outcomes, trained))
         num_dlogp_tokens = int(reduced.pop("measured_tokens_total", 0))  # weight of this step's abs_dlogp
         state.add_step(reduced, run.rule, num_dlogp_tokens, charged_tokens(config, reduced))
-        log_step(run, batch, sampled, reduced, report, step_start)
+        log_step(run, batch, rollout.groups, reduced, report, step_start)
         save_if_due(run, stop_reason(run, reduced))
-        del sampled, groups, batch  # or their routes would stay in memory during the next rollout
+        del rollout, groups, batch  # or their routes would stay in memory during the next rollout
     evaluate_if_due(run)
     finish(run)
 
 
 def batch_of(run: Run, groups: list[Group]) -> RolloutBatch:
     """Return the batch of the groups that this rank trains on."""
+    batch = collated(run, groups)
+    for extra in active(run.config):
+        extra.after_rollout(run, batch, groups)
+    return batch
+
+
+def collated(run: Run, groups: list[Group]) -> RolloutBatch:
+    """Return the batch of some groups of this rank."""
     config = run.config
     batch = collate(groups, run.prompts, run.prompt_ids, config.reward.binary)
     if config.train.share_prompts and config.algorithm.router_replay == "r3":
         batch.share_prompt_routes()
-    for extra in active(config):
-        extra.after_rollout(run, batch, groups)
     return batch
 
 
@@ -1223,20 +1245,25 @@ def evaluate_if_due(run: Run) -> None:
 def update_history(run: Run, outcomes: list[GroupOutcome]) -> None:
     """Record a step's outcomes in the prompts' records."""
     zero = run.config.zero_variance
-    run.history.update(outcomes, run.state.step, zero.history_decay)
+    run.history.update(outcomes, rollout_number(run), zero.history_decay)
     num_offered = run.state.consumed_prompts - run.state.stage.first_prompt
     greso.update(run.history, outcomes, zero, is_first_epoch=num_offered <= run.offers.epoch_length)
 
 
-def add_old_outputs(run: Run, batch: RolloutBatch, parity_is_due: bool) -> None:
+def add_old_outputs(
+    run: Run, batch: RolloutBatch, parity_is_due: bool, newest: RolloutBatch | None = None
+) -> None:
     """Add the outputs of the policy and of the reference model before the updates, if needed. Collective.
 
     If only a parity check needs the pass, its outputs are discarded, because a check must not change an
-    update.
+    update. newest: completions of the present policy, to check in place of those of `batch` (rollout.lag).
     """
     config = run.config
     algorithm = config.algorithm
     is_needed = needs_old_pass(config)
+    if newest is not None:
+        check_parity(forward_batch(run.policy, newest, config).logprobs, newest, config, run.state.step)
+        parity_is_due = False
     if is_needed or parity_is_due:
         keep_topk = batch.topk_ids is not None and is_needed
         keep_routes = algorithm.router_replay == "r2"

@@ -160,8 +160,12 @@ def straggler(metrics: dict) -> dict[str, float]:
     return {"straggler_seconds": seconds, "straggler_rank": rank}
 
 
-def batch_metrics(batch: RolloutBatch, groups: list[Group], config: Config) -> dict[str, tuple[float, float]]:
+def batch_metrics(
+    batch: RolloutBatch, groups: list[Group], config: Config, step: int = 0
+) -> dict[str, tuple[float, float]]:
     """Measure the training batch, as (sum, count): reward, inversion, tokens with and without gradient.
+
+    step: finished steps before this one, from which the age of tokens counts.
 
     inversion_frac: fraction of completions whose advantage contradicts the verifier, for example a right
     completion with a negative advantage (RolloutBatch.verifier_signs()). Completions whose
@@ -175,13 +179,21 @@ def batch_metrics(batch: RolloutBatch, groups: list[Group], config: Config) -> d
     group_size = config.rollout.group_size
     is_probe = torch.tensor([len(g.completions) < group_size for g in groups], dtype=torch.bool)  # [groups]
     of_probe = is_probe[batch.group_index]  # [B]
-    return batch.hook_metrics | {
-        "reward": (batch.rewards[batch.valid].sum().item(), batch.valid.sum().item()),
-        "inversion_frac": (inverted.sum().item(), is_judged.sum().item()),
-        "gradient_tokens_total": (with_gradient.sum().item(), 1),
-        "account/wasted_stopped_tokens_total": (without_gradient[of_probe].sum().item(), 1),
-        "account/wasted_kept_tokens_total": (without_gradient[~of_probe].sum().item(), 1),
-    }
+    ages = {}
+    if config.rollout.lag and batch.policy_versions is not None:
+        versions = batch.policy_versions[batch.response_mask]
+        ages["token_age_mean"] = ((step - versions).sum().item(), len(versions))
+    return (
+        batch.hook_metrics
+        | ages
+        | {
+            "reward": (batch.rewards[batch.valid].sum().item(), batch.valid.sum().item()),
+            "inversion_frac": (inverted.sum().item(), is_judged.sum().item()),
+            "gradient_tokens_total": (with_gradient.sum().item(), 1),
+            "account/wasted_stopped_tokens_total": (without_gradient[of_probe].sum().item(), 1),
+            "account/wasted_kept_tokens_total": (without_gradient[~of_probe].sum().item(), 1),
+        }
+    )
 
 
 def prompt_account(

@@ -4,7 +4,7 @@ import functools
 import json
 import random
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -298,7 +298,7 @@ def make_run(config: Config, answer: Answer | None, num_prompts: int, **fields) 
         "config": config, "engine": engine, "pool": engine, "tokenizer": None, "clock": Clock({}),
         "prompts": make_prompts(num_prompts), "prompt_ids": [[i] for i in range(num_prompts)],
         "interaction": None, "offers": Offers(range(num_prompts)), "history": no_history(num_prompts),
-        "state": TrainState(),
+        "state": TrainState(), "queue": deque(),
     } | fields)  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from engines import assert_samples_are_the_trainers, logprob_distance, save_model, token_ids, trained
 from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
-from batch import Completion, Request
+from batch import Completion, Prefix, Request, Version
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from episodes import FORMATS, Call, Episodes, Extension
 from moe_model import hf_tensors, pack
@@ -291,6 +291,38 @@ def test_completions_end_at_the_stops_of_the_settings(folder, engine, tokenizer,
     stopped = engine.generate(requests, 0)
     assert token_ids(stopped) == expected != token_ids(plain)
     assert [len(completion.logprobs) for completion in stopped] == list(map(len, expected))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_completion_goes_on_after_its_prefix(stopped, policy, engine, tokenizer):
+    """A greedy completion that is cut anywhere and continued is the whole one, with its routes and versions.
+
+    stopped: the prefix is a whole completion, of which the engine computes the routes.
+    """
+    requests = requests_for(tokenizer, temperature=0.0, per_prompt=1)
+    requests = [replace(request, min_new_tokens=8) for request in requests]
+    whole = engine.generate(requests, 0)
+    engine.sync(hf_tensors(policy), 7)
+    cuts = [len(c.token_ids) if stopped else 1 + 2 * i for i, c in enumerate(whole)]
+    assert stopped or all(cut < len(c.token_ids) for cut, c in zip(cuts, whole)), "nothing to continue"
+    cut_off = []
+    for request, completion, cut in zip(requests, whole, cuts):
+        versions = (Version(3, 1), Version(5, cut - 1)) if cut > 1 else (Version(3, 1),)
+        prefix = Prefix(completion.token_ids[:cut], [-0.5] * cut, versions, "stop" if stopped else None)
+        cut_off.append(replace(request, prefix=prefix))
+    reported = {}
+    completions = engine.generate(cut_off, 7, reported.__setitem__)
+    assert token_ids(completions) == token_ids(whole) and [reported[i] for i in range(len(whole))] == [
+        replace(completion, routed_experts=None) for completion in completions
+    ]
+    for request, completion, before, cut in zip(cut_off, completions, whole, cuts):
+        assert completion.logprobs[:cut] == [-0.5] * cut
+        assert completion.logprobs[cut:] == pytest.approx(before.logprobs[cut:], abs=1e-4)  # engines.py
+        assert torch.equal(completion.routed_experts, before.routed_experts)
+        added = () if stopped else (Version(7, len(before.token_ids) - cut),)
+        assert completion.versions == (*request.prefix.versions, *added)
+        assert completion.finish_reason == ("stop" if stopped else before.finish_reason)
+    assert [c.versions for c in whole] == [(Version(0, len(c.token_ids)),) for c in whole]
 
 
 # ---- episodes of several turns -----------------------------------------------------------------------------

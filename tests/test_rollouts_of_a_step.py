@@ -12,7 +12,7 @@ from rank_worker import contents
 
 import sampling
 import train_rl
-from batch import Group, Request
+from batch import Completion, Group, Request, Rollout
 from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt
 from data.stream import seed_of
@@ -208,3 +208,26 @@ def test_a_continued_group_keeps_its_rank_and_counts_as_tokens_there(ranks):
     new = [Group(slot, slot, expected_tokens=10.0, work_tokens=300.0) for slot in (1, 2)]
     train_rl.deal_jobs([Job(continued, range(4, 8)), *(Job(group, range(1)) for group in new)])
     assert [group.rank for group in (continued, *new)] == [0, 1, 0]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lag_delays_the_same_rollouts(mode):
+    """If the engine's answers do not depend on the policy, lag changes only when a rollout is trained on."""
+    hashed = hashed_answer([0.0, 1.0, 0.5, 0.8] * 6)
+    answer = lambda prompt, version, slot, sample: hashed(prompt, 0, slot, sample % 2)
+
+    def rollouts(lag: int) -> list[tuple]:
+        settings = ("rollout.group_size=4", "rollout.prompts_per_step=8", f"rollout.lag={lag}", *MODES[mode])
+        run = make_run(make_config(*settings), answer, 24)
+        trained = []
+        for step in range(6):
+            rollout = train_rl.next_rollout(run)
+            assert rollout.policy_version == max(0, step - lag) and len(run.queue) == lag
+            run.state.step += 1
+            restored = Rollout.restored(rollout.saved())
+            assert restored == rollout and all(type(g.completions[0]) is Completion for g in restored.groups)
+            trained.append((rollout.groups, rollout.outcomes, rollout.account))
+        return trained
+
+    assert rollouts(0) == rollouts(1) == rollouts(3)

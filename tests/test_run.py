@@ -435,6 +435,25 @@ def test_bfloat16_fp8_and_replayed_routes_resume_exactly(gated, custom_reward, t
     assert len(steps) == 5 and all(row["mismatch_routes"] == row["invalid_routes_frac"] == 0 for row in steps)
 
 
+def test_a_run_with_a_lag_resumes_its_queue_exactly(tmp_path):
+    """Parity is checked on the rollout of the present policy; the queue holds the engine's routes."""
+    settings = [
+        *SMALL, "rollout.lag=2", "rollout.check_every=2", "algorithm.router_replay=r3", "checkpoint.every=3",
+        "train.num_steps=5", "algorithm.rollout_correction=token_tis",
+    ]  # fmt: skip
+    straight = tmp_path / "straight"
+    done = train(*settings, f"run.dir={straight}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [row["token_age_mean"] for row in steps_of(straight)] == [0, 1, 2, 2, 2]
+    measured = [row["abs_dlogp"] for row in steps_of(straight) if "abs_dlogp" in row]  # of a gradient
+    assert measured[0] < 1e-4 < min(measured[1:])
+    resumed = shutil.copytree(straight, tmp_path / "resumed")
+    shutil.rmtree(resumed / "checkpoints" / "step_000005")
+    done = train(*settings, f"run.dir={resumed}")
+    assert done.returncode == 0 and "resumed from" in done.stdout + done.stderr, done.stderr[-3000:]
+    assert_same_run(resumed, straight)
+
+
 def test_a_dense_model_runs_too(tmp_path):
     """Random weights are always wrong; RL-ZVP trains on their tokens all the same."""
     from transformers import Qwen3Config
