@@ -269,8 +269,8 @@ def loss_warnings(config: Config) -> Iterator[str]:
         )
     if config.rollout.lag and algo.old_policy == "trainer" and algo.rollout_correction == "none":
         yield (
-            f"rollout.lag {config.rollout.lag} without algorithm.rollout_correction: nothing corrects for the "
-            "delay, because ratios are to the trainer's policy of the same step (algorithm.old_policy)"
+            f"rollout.lag {config.rollout.lag} without algorithm.rollout_correction: nothing corrects for "
+            "the delay, because ratios are to the trainer's policy of the same step (algorithm.old_policy)"
         )
     num_updates = config.train.num_updates
     if algo.router_replay == "r2" and num_updates == 1:

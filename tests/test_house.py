@@ -370,9 +370,9 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, extras": 790,
     "lines of Python, kernels": 590,
     "lines of Python, runtime": 5100,
-    "lines of Python, tests": 30800,
+    "lines of Python, tests": 31700,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 11300,
+    "lines of Python, the root": 11450,
     "lines of Python, verifiers": 3100,
 }
 
