@@ -52,7 +52,6 @@ from memory_plan import (
     choose_micro_batch,
     engine_settings,
     max_model_len,
-    plan_memory,
     trainer_memory,
     with_setting,
     with_sleep_level,
@@ -89,7 +88,7 @@ from runtime.checks import (
 )
 from runtime.launch import Signals, Stopped, connect
 from runtime.machine import check_address, check_gpus, check_machine, device_of_rank, open_store
-from runtime.memory import MemoryMeter, NodeMemory, node_memory, planned_rows, trainer_bytes
+from runtime.memory import NodeMemory, node_memory, trainer_bytes
 from runtime.metrics import (
     Clock,
     append_rows,
@@ -138,13 +137,12 @@ class Run:
     pool: RewardPool
     interaction: Interaction | None  # tools and environment; None without
     trainer: Any  # DeepSpeed's engine around the policy
-    reference: moe_model.Policy | None  # the initial policy, for a KL penalty
+    reference: Any  # the initial policy, for a KL penalty; or None
     extras: dict[str, Any]  # {name of an extra: its objects of the launch}
     judge: Any  # of judges.py; None without a judge
     generation_config: str | None  # text of generation_config.json, which may list more end-of-sequence ids
     signals: Signals
     progress: tqdm
-    meter: MemoryMeter | None  # of the GPU's memory; None on CPUs
 
     @property
     def policy(self) -> moe_model.Policy:
@@ -181,7 +179,7 @@ def set_up(config: Config) -> Run | None:
     record_launch(config, record, loaded, resolved, evaluates, launch.models())
     start_trackers(accelerator, resolved, state.step)
     with clock("setup"):
-        models = build_engine_and_policy(resolved, data, accelerator.device, clock)
+        models = build_engine_and_policy(resolved, data, accelerator.device)
         history = PromptHistory.from_offline(data.offline_scores, launch.configs[0].rollout.group_size)
         queue: deque[Rollout] = deque()
         if checkpoint:
@@ -203,6 +201,7 @@ class LaunchData:
     """The data and workers of a launch, checked before an engine starts."""
 
     launch: Launch  # settings of the stages, tokenizer, prompts, state of the extras
+    checkpoint: Path | None
     model_dir: Path
     ep_group: Any  # process group of the ranks that share the experts
     pool: RewardPool
@@ -214,7 +213,9 @@ def prepare_data(
     config: Config, checkpoint: Path | None, state: TrainState, device: torch.device
 ) -> LaunchData:
     """Check model, memory and files, load the prompts, and start the reward workers. Collective."""
-    model_dir = moe_model.model_folder(checkpoint / "model" if checkpoint else config.model.path)
+    has_base = any(extra.keeps_base for extra in active(config))
+    weights = checkpoint / "model" if checkpoint and not has_base else config.model.path
+    model_dir = moe_model.model_folder(weights)
     check_inputs_agree(input_files(stage_configs(config), model_dir))
     hf_config = moe_model.load_config(model_dir)
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts_of(hf_config))
@@ -233,7 +234,7 @@ def prepare_data(
     launch.check()
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, device, memory_line)
-    return LaunchData(launch, model_dir, ep_group, pool, interaction, offline_scores)
+    return LaunchData(launch, checkpoint, model_dir, ep_group, pool, interaction, offline_scores)
 
 
 def input_files(configs: list[Config], model_dir: Path) -> dict[str, str]:
@@ -257,9 +258,7 @@ def input_files(configs: list[Config], model_dir: Path) -> dict[str, str]:
     return digests
 
 
-def build_engine_and_policy(
-    config: Config, data: LaunchData, device: torch.device, clock: Clock
-) -> dict[str, Any]:
+def build_engine_and_policy(config: Config, data: LaunchData, device: torch.device) -> dict[str, Any]:
     """Start the engine, and build judge, policy and reference, as fields of Run. Collective.
 
     A scalar judge is loaded first, because the engine takes the GPU memory that is free then.
@@ -269,14 +268,11 @@ def build_engine_and_policy(
     engine = start_engine(launch.config, launch.hf_config, data.model_dir)
     judge = scalar_judge or load_judge(config)
     dist.barrier()
-    meter = MemoryMeter() if torch.cuda.is_available() else None
-    trainer = build_trainer(config, active(launch.config), data.model_dir, data.ep_group, device)
-    if meter:
-        meter.watch(trainer)
-        clock.on_end = meter.end_phase
-    reference = build_reference(launch.config, data.ep_group, device)
+    extras = active(launch.config)
+    trainer = build_trainer(config, extras, data.model_dir, data.ep_group, device, data.checkpoint)
+    reference = build_reference(launch.config, trainer.module, data.ep_group, device)
     launch.build(data.ep_group, device)
-    return {"engine": engine, "judge": judge, "trainer": trainer, "reference": reference, "meter": meter}
+    return {"engine": engine, "judge": judge, "trainer": trainer, "reference": reference}
 
 
 def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
@@ -359,7 +355,7 @@ def with_micro_batches(
     ]
 
 
-def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMemory | None) -> str:
+def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMemory | None) -> str | None:
     """Return the line about the memory; ValueError if model, memory or disk refuse the settings. Collective.
 
     largest: settings with the largest sizes of all stages; configs: settings of each stage.
@@ -396,6 +392,8 @@ def check_model(config: Config, hf_config) -> None:
             f"all stages, is {context}, but the model's context is {hf_config.max_position_embeddings}"
         )
     check_fp8(config.rollout, hf_config)
+    for extra in active(config):
+        extra.check_model(config, hf_config)
     replay = config.algorithm.router_replay
     if replay != "off" and num_experts_of(hf_config) == 0:
         raise ValueError(f"algorithm.router_replay {replay}: the model is dense and has no router; set off")
@@ -420,22 +418,32 @@ def check_judge(config: Config, state: TrainState) -> None:
 
 
 def build_trainer(
-    config: Config, extras: list[Extra], model_dir: Path, ep_group, device: torch.device
+    config: Config,
+    extras: list[Extra],
+    model_dir: Path,
+    ep_group,
+    device: torch.device,
+    checkpoint: Path | None = None,
 ) -> Any:
     """Build the policy and DeepSpeed's engine around it. Collective."""
     policy = moe_model.build_policy(config.model, model_dir, ep_group, device)
     refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
     for extra in extras:
         extra.adapt(policy, config)
+        if checkpoint:
+            extra.load(policy, checkpoint)
     trainer = moe_model.deepspeed_engine(policy, config.train)
     moe_model.set_group_timeouts(config.run.timeout_s + MARGIN_S)
     return trainer
 
 
-def build_reference(config: Config, ep_group, device: torch.device) -> moe_model.Policy | None:
-    """Build the initial policy, the reference of a KL penalty, if there is one. Collective."""
+def build_reference(config: Config, policy: moe_model.Policy, ep_group, device: torch.device) -> Any:
+    """Return the initial policy, the reference of a KL penalty, if there is one. Collective."""
     if config.algorithm.kl_coef == 0:
         return None
+    for reference in (extra.reference(policy) for extra in active(config)):
+        if reference is not None:
+            return reference
     return moe_model.build_policy(config.model, config.model.path, ep_group, device)
 
 
@@ -718,7 +726,7 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
 
 def announce(
     configs: list[Config], hf_config, loaded: LoadedSets, model_dir: Path, tokenizer, device: torch.device,
-    memory_line: str,
+    memory_line: str | None,
 ) -> None:  # fmt: skip
     """Print warnings about the settings of the stages, and the composition and the memory of the run."""
     config = configs[0]
@@ -736,8 +744,9 @@ def announce(
         f"{config.model.dtype}, log-probabilities {kernel}, engine {config.rollout.dtype}; "
         "starting vLLM and DeepSpeed"
     )
-    most_tokens = max(stage.train.tokens_per_forward(device.type == "cuda") for stage in configs)
-    say(f"{memory_line}; micro-batches of {most_tokens:,} tokens")
+    if memory_line is not None:
+        most_tokens = max(stage.train.tokens_per_forward(on_gpu=False) for stage in configs)
+        say(f"{memory_line}; micro-batches of {most_tokens:,} tokens")
 
 
 def progress_bar(config: Config, state: TrainState) -> tqdm:
@@ -1101,7 +1110,11 @@ def write_rank(run: Run, folder: Path) -> dict[Path, str]:
     """
     rank = dist.get_rank()
     writer = HashingWriter()
-    write_model(run, folder / "model", writer.save_tensors)
+    extras = active(run.config)
+    if not any(extra.keeps_base for extra in extras):
+        write_model(run, folder / "model", writer.save_tensors)
+    for extra in extras:
+        extra.save(run.policy, run.config, folder, writer.save_tensors)
     shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
     if run.queue:
         shard["queue"] = [rollout.saved() for rollout in run.queue]
@@ -1132,25 +1145,6 @@ def peak_rss_bytes(state: TrainState) -> int:
     return max(state.peak_rss_bytes, int(reduce_metrics(peak)["bytes_total"]))
 
 
-def gpu_memory(run: Run) -> dict[str, dict[str, int | None]] | None:
-    """Return the plan's rows with planned and measured bytes, of the rank with the most; None on CPUs.
-
-    A row that this launch did not measure is None, for example `update` after a resume from the last step.
-    Collective.
-    """
-    if run.meter is None:
-        return None
-    measured: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(measured, run.meter.largest)
-    config = widest(run.stage_configs, on_gpu=True)
-    total = torch.cuda.mem_get_info()[1]
-    parts, _ = plan_memory(config, run.policy.config, dist.get_world_size(), total)
-    return {
-        row: {"planned": num_bytes, "measured": max((r[row] for r in measured if row in r), default=None)}
-        for row, num_bytes in planned_rows(parts, bool(config.rollout.sleep_level)).items()
-    }
-
-
 def finish(run: Run) -> None:
     """Export the policy, write and print the summary. Collective."""
     run.progress.close()
@@ -1160,11 +1154,12 @@ def finish(run: Run) -> None:
     run_dir = Path(run.config.run.dir)
     with writing(run_dir / "model"):
         write_model(run, run_dir / "model")
+        for extra in active(run.config):
+            extra.save(run.policy, run.config, run_dir, save_file)
     run.state.peak_rss_bytes = peak_rss_bytes(run.state)
-    memory = gpu_memory(run)
     if dist.get_rank() == 0:
         with writing(run_dir / "summary.json"):
-            write_summary(run_dir, run.state, memory)
+            write_summary(run_dir, run.state)
             plot_curves(run_dir)
         print_summary(run_dir)
     dist.barrier()

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -485,8 +485,12 @@ class Experts(nn.Module):
 
     def swiglu(self, x_PD: Tensor, rows_per_expert: Tensor) -> Tensor:
         """Return down(silu(gate(x)) * up(x)) with the matrices of each row's expert: [P, D] -> [P, D]."""
-        gate_PI, up_PI = grouped_linear(x_PD, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
-        return grouped_linear(F.silu(gate_PI) * up_PI, self.down_proj, rows_per_expert)
+        gate_PI, up_PI = self.linear(x_PD, "gate_up_proj", rows_per_expert).chunk(2, dim=-1)
+        return self.linear(F.silu(gate_PI) * up_PI, "down_proj", rows_per_expert)
+
+    def linear(self, x_PD: Tensor, name: str, rows_per_expert: Tensor) -> Tensor:
+        """Multiply each row by its expert's matrix of a parameter; extras/lora.py adds adapters here."""
+        return grouped_linear(x_PD, getattr(self, name), rows_per_expert)
 
 
 ROW_BLOCK = 64  # rows of an expert; see padded_places()
@@ -809,6 +813,8 @@ class Policy(nn.Module):
             False  # recompute each layer in backward: saves memory for one more forward
         )
         self.logprob_kernel = "auto"  # backend of linear_logprob_entropy()
+        self.lora: Any = None  # extras.lora.Adapters
+        self.merged: dict[str, Any] = {}  # {weight with an adapter: extras.lora.Merged}
         self.embedding_multiplier = multiplier(config, "embedding_multiplier")
         self.logits_scaling = multiplier(config, "logits_scaling")
         self.model = Decoder(config, group)
@@ -1027,6 +1033,12 @@ def load_config(folder: str | Path) -> PretrainedConfig:
 # ------------------------------------------------------------------------------------------------------------
 # Weights under Hugging Face's names
 # ------------------------------------------------------------------------------------------------------------
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the random numbers of a parameter, which depend on nothing but the seed and the name."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
 def random_weights(policy: Policy, seed: int) -> None:
     """Draw matrices from Normal(0, initializer_range), set norms to one; equal for any number of ranks."""
     with torch.no_grad():
@@ -1034,8 +1046,7 @@ def random_weights(policy: Policy, seed: int) -> None:
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
                 continue
-            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            generator = generator_of(seed, name)
             first, count = local_experts(policy, parameter)
             full_shape = (num_experts_of(policy.config), *parameter.shape[1:]) if count else parameter.shape
             full = torch.randn(full_shape, generator=generator) * policy.config.initializer_range
@@ -1093,6 +1104,16 @@ def expert_slices(
             yield f"{prefix}.{first + i}.{up_name}.weight", up
 
 
+def weights_of(policy: Policy) -> Iterator[tuple[str, Tensor, Any]]:
+    """Yield (name, parameter or buffer, values to store). Adapters are part of the values of their weight.
+
+    Values are the tensor or, for a weight with adapters, an object that to() turns into the merged tensor.
+    """
+    for name, tensor in chain(policy.named_parameters(), policy.named_buffers()):
+        if "lora_" not in name:
+            yield name, tensor, policy.merged.get(name, tensor.data)
+
+
 EACH_RANK = -1  # owner of fused experts [E, ...] in a file: each rank holds a slice [e, ...]
 
 
@@ -1101,19 +1122,19 @@ def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None
 
     owner: rank in the expert-parallel group that holds an expert; None for tensors that all ranks hold;
     EACH_RANK for Granite's experts, which are one tensor in a file and a slice of it on each rank. The tensor
-    is a view of this rank's parameter. For an expert of another rank only the shape is right; the contents
-    belong to a local expert.
+    is a view of the values of weights_of(). For an expert of another rank only the shape is right; the
+    contents belong to a local expert.
     """
     num_owners = dist.get_world_size(policy.group) if policy.group else 1
     has_fused_files = bool(FAMILIES[policy.config.model_type].fused_names)
-    for name, parameter in chain(policy.named_parameters(), policy.named_buffers()):
+    for name, parameter, values in weights_of(policy):
         _, count = local_experts(policy, parameter)
         if count == 0 or has_fused_files:
             owner = EACH_RANK if count and num_owners > 1 else None
-            yield file_name(policy.config, name), parameter.data, owner
+            yield file_name(policy.config, name), values, owner
             continue
         for owner in range(num_owners):
-            for expert_name, tensor in expert_slices(policy.config, name, parameter.data, owner * count):
+            for expert_name, tensor in expert_slices(policy.config, name, values, owner * count):
                 yield expert_name, tensor, owner
 
 
@@ -1352,16 +1373,14 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
     own_experts: yield only the local experts, matrix by matrix under their names in a checkpoint, for
     example model.layers.0.mlp.experts.5.up_proj.weight, without gathering.
     """
-    for name, parameter in chain(policy.named_parameters(), policy.named_buffers()):
+    for name, parameter, values in weights_of(policy):
         first, count = local_experts(policy, parameter)
+        dtype = parameter.dtype
         if count and own_experts:
-            yield from expert_slices(policy.config, name, parameter.data, first)
+            yield from ((n, view.to(dtype)) for n, view in expert_slices(policy.config, name, values, first))
             continue
-        name = checkpoint_name(policy.config, name)
-        if count == 0:
-            yield name, parameter.data
-        else:
-            yield name, gather_experts(policy, parameter.data)
+        tensor = values.to(dtype)
+        yield checkpoint_name(policy.config, name), gather_experts(policy, tensor) if count else tensor
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1482,8 +1501,9 @@ def deepspeed_engine(policy: Policy, settings: TrainSettings) -> deepspeed.DeepS
         # Each gradient is added to the float32 sum as soon as it is computed.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's bfloat16 optimizer prints memory tables
-        engine, *_ = deepspeed.initialize(model=policy, config=config)
+        engine, *_ = deepspeed.initialize(model=policy, model_parameters=trained, config=config)
     return engine
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from data.formats import stem_of
-from extras.settings import CenteringSettings, TeacherSettings
+from extras.settings import CenteringSettings, LoraSettings, TeacherSettings
 from runtime.config import Section, Switch, setting
 from verifiers.kinds import KINDS, functions_of, parts_of
 
@@ -1115,6 +1115,7 @@ class Config(Section):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     teacher: TeacherSettings = TeacherSettings()
     centering: CenteringSettings = CenteringSettings()
+    lora: LoraSettings = LoraSettings()
     train: TrainSettings = TrainSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

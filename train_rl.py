@@ -1224,15 +1224,10 @@ def sync_engine(run: Run, is_first: bool = False) -> SyncReport:
     own_experts = syncs_own_experts(run.config)
     every = run.config.rollout.check_every
     check = is_first or every > 0 and run.state.step % every == 0
-
-    def tensors():
-        named = moe_model.hf_tensors(run.policy, own_experts)
-        for extra in active(run.config):
-            named = extra.tensors(run.policy, named)
-        return named
-
     with run.clock("sync"):
-        return run.engine.sync(tensors(), run.state.step, tensors() if check else None)
+        named = moe_model.hf_tensors(run.policy, own_experts)
+        again = moe_model.hf_tensors(run.policy, own_experts) if check else None
+        return run.engine.sync(named, run.state.step, again)
 
 
 def evaluate_if_due(run: Run) -> None:

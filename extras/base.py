@@ -15,14 +15,14 @@ imported only if its settings switch it on (active()). To add one:
 5. Write tests/test_NAME.py with an oracle that does not import the file, a YAML in experiments/methods, and
    a row of CHANGELOG.md. CONTRIBUTING.md lists all places and the test that turns red at each.
 
-Completions that begin with a draft would override requests() and after_rollout(); adapters with a low rank
-(LoRA) would override adapt() and tensors().
+Completions that begin with a draft would override requests() and after_rollout().
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +79,7 @@ class Extra:
     name = ""  # in messages: the setting that switches the extra on, for example "teacher.path"
     # advantages() gives each token its own one, of old log-probabilities, also in groups of equal scores
     replaces_advantages = False
+    keeps_base = False  # model.path stays as it is: load() and save() have all that a checkpoint needs
     num_passes = 0  # forward passes of a step beside old policy and reference, at most
 
     # ---- settings and plan ----
@@ -96,6 +97,13 @@ class Extra:
     def needs_baseline(self, config) -> bool:
         """Tell whether a group of one completion would have no gradient."""
         return True
+
+    def check_model(self, config, hf_config) -> None:
+        """Raise ValueError if the settings do not fit the model."""
+
+    def trained(self, config, hf_config):
+        """Return the moe_model.ParameterCounts that have gradients; None: those of the whole policy."""
+        return None
 
     def memory(self, config, hf_config, tokens: int) -> dict[str, int]:
         """Return {part: bytes on a rank}; tokens: of a micro-batch.
@@ -122,6 +130,19 @@ class Extra:
 
     def adapt(self, policy, config) -> None:
         """Change the policy before the optimizer takes its parameters."""
+
+    def load(self, policy, folder: Path) -> None:
+        """Read the files of save() from a checkpoint, after adapt()."""
+
+    def save(self, policy, config, folder: Path, save: Callable) -> None:
+        """Write files beside those of the policy, into a checkpoint or run.dir. Collective.
+
+        save: of tensors, as in moe_model.save_hf(). Collective calls have to end before the first write.
+        """
+
+    def reference(self, policy):
+        """Return the reference of a KL penalty if it needs no model of its own; None: build one."""
+        return None
 
     def build(self, launch: Launch, ep_group, device) -> None:
         """Build models that are not trained, after the policy. Collective."""
@@ -161,10 +182,6 @@ class Extra:
     def charged_tokens(self, metrics: dict[str, float], config) -> float:
         """Return the tokens that a step adds to train.max_generated_tokens beside the generated ones."""
         return 0.0
-
-    def tensors(self, policy, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a sync to the engine."""
-        yield from named
 
 
 def active(config) -> list[Extra]:

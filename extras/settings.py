@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from runtime.config import Section, setting
 
 TeacherGroups = Literal["all_wrong", "zero_variance", "every"]
+LoraTarget = Literal["attention", "mlp", "experts"]
 
 
 class TeacherSettings(Section):
@@ -70,13 +71,42 @@ class CenteringSettings(Section):
         return self.enabled
 
 
+class LoraSettings(Section):
+    """Extra: train low-rank adapters of frozen weights, experts included, extras/lora.py."""
+
+    rank: int | None = setting(
+        None,
+        "r: rank of the adapters, for example 8; the weights of model.path then stay frozen, and checkpoints "
+        "hold adapters only; null: no adapters, all weights are trained",
+        ge=1,
+    )
+    alpha: float = setting(
+        32.0, "the adapters' product is multiplied by alpha / rank (lora_alpha of PEFT)", gt=0
+    )
+    rslora: bool = setting(False, "multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA)")
+    targets: list[LoraTarget] | None = setting(
+        None,
+        "matrices that get adapters. attention: q, k, v and o. mlp: gate, up and down of dense layers and "
+        "of shared experts. experts: one pair for each expert. null: all that the model has; the router, "
+        "embeddings and the head get none",
+        hint="attention, mlp and experts are the matrices that can have adapters",
+        min_length=1,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether adapters are trained in place of the weights."""
+        return self.rank is not None
+
+
 def without_effect(config) -> Iterator[str]:
     """List settings that change nothing while their extra is off, for refuse_contradictions()."""
-    defaults = TeacherSettings()
-    for name in ("groups", "coef", "scores", "token_cost"):
-        if not config.teacher.is_on and getattr(config.teacher, name) != getattr(defaults, name):
-            yield f"{{teacher.{name}}} has no effect without {{teacher.path}}"
+    for switch in ("teacher.path", "lora.rank"):
+        section = getattr(config, switch.partition(".")[0])
+        for name, value in section:
+            if not section.is_on and value != getattr(type(section)(), name):
+                yield f"{{{switch.partition('.')[0]}.{name}}} has no effect without {{{switch}}}"
 
 
 # {name of an extra, which is that of its section and of its file: class of the section}
-SECTIONS = {"teacher": TeacherSettings, "centering": CenteringSettings}
+SECTIONS = {"teacher": TeacherSettings, "centering": CenteringSettings, "lora": LoraSettings}

@@ -19,6 +19,9 @@ TABLE: list[tuple[str | None, str, str]] = [
     ("model.dtype", "bf16 torch_dtype", "bfloat16 is true"),
     ("model.activation_checkpointing", "gradient_checkpointing enable_gradient_checkpointing", ""),
     ("model.freeze_router", "freeze_moe_router", ""),
+    ("lora.rank", "lora_rank lora_r use_peft", "a number; null: no adapters"),
+    ("lora.alpha", "lora_alpha", ""),
+    ("lora.targets", "target_modules lora_target_modules", "attention, mlp, experts"),
     ("data.train", "dataset_name train_files train_dataset prompt_data", "a list, [{path: ...}]"),
     ("data.eval", "val_files eval_dataset eval_data", "a list, [{path: ..., split: ...}]"),
     ("data.train[].subset", "dataset_config dataset_config_name", ""),
@@ -142,8 +145,8 @@ TABLE: list[tuple[str | None, str, str]] = [
     (None, "critic.* critic value_model vf_coef gae_lambda lam lambd gamma cliprange_value value_clip "
      "critic_learning_rate critic_pretrain", "advantages come from groups, without a critic"),
     (None, "kl_ctrl kl_penalty kl_target kl_horizon", "the KL is a term of the loss, algorithm.kl_coef"),
-    (None, "lora lora_rank lora_alpha lora_dropout lora_r use_peft peft_config target_modules load_in_4bit "
-     "load_in_8bit", "all weights are trained, without adapters"),
+    (None, "lora_dropout peft_config load_in_4bit load_in_8bit",
+     "adapters (section lora) have no dropout, and weights under them keep model.dtype"),
     (None, "callbacks callback", "docs/plugins.md has the hooks, metrics.jsonl a line for each step"),
     (None, "n_gpus_per_node nnodes num_nodes actor_num_nodes actor_num_gpus_per_node vllm_num_engines "
      "colocate_all_models ray_kwargs ray_init async_train hybrid_engine",

@@ -17,8 +17,6 @@ from configure import load_config
 from extras import base
 from extras.base import Extra, active
 from extras.settings import SECTIONS
-from runtime.checkpoint import TrainState
-from runtime.metrics import Clock
 from runtime.old_settings import RENAMED, present_counters
 from sampling import Job
 
@@ -82,7 +80,7 @@ def test_a_checkpoint_of_an_earlier_version_keeps_its_teacher():
 
 # ---- an extra of a reader ----------------------------------------------------------------------------------
 class Halves(Extra):
-    """Halves advantages, adds terms to the gain, changes the policy, requests and the tensors of a sync."""
+    """Halves advantages, adds terms to the gain, changes the policy and the requests."""
 
     replaces_advantages = True
 
@@ -108,9 +106,6 @@ class Halves(Extra):
 
     def charged_tokens(self, metrics, config):
         return 5.0
-
-    def tensors(self, policy, named):
-        return ((name, tensor + 1) for name, tensor in named)
 
 
 @pytest.fixture
@@ -169,14 +164,3 @@ def test_terms_of_all_extras_are_added_to_the_gain(halves, float64):
     loss.backward()
     weights = torch.tensor([[0.25, 0.25], [0.5, 0.0]])  # of sequence_mean
     assert torch.allclose(-logprobs.grad, weights * (batch.advantages + 6))
-
-
-def test_a_sync_sends_the_tensors_that_extras_return(halves, monkeypatch):
-    monkeypatch.setattr(train_rl.moe_model, "hf_tensors", lambda policy, own: iter([("w", torch.zeros(2))]))
-    sent = []
-    engine = SimpleNamespace(sync=lambda tensors, step, checked: sent.extend(tensors))
-    config = make_config("rollout.check_every=0")
-    run = SimpleNamespace(config=config, policy=None, engine=engine, state=TrainState(step=1))
-    run.clock = Clock({})
-    train_rl.sync_engine(run)
-    assert [(name, tensor.tolist()) for name, tensor in sent] == [("w", [2.0, 2.0])]
