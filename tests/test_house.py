@@ -373,7 +373,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, tests": 31700,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 11450,
-    "lines of Python, verifiers": 3100,
+    "lines of Python, verifiers": 3270,
 }
 
 

@@ -28,11 +28,14 @@ SIGNS = str.maketrans(
         "\u2192": r"\rightarrow ", "\u2261": r"\equiv ", "\u00b0": r"^\circ ", "\u00f7": "/",
         "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u2124": r"\mathbb{Z}",
         "\u211d": r"\mathbb{R}", "\u2205": r"\emptyset ", "\u03b8": r"\theta ", "\u2019": "'",
+        "\u00a2": r"\text{ cents}",
     }
 )  # fmt: skip
 _SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 _GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}"  # braces, up to four levels
 _SPACE = r"(?:\\[,;:! ]|\\q?quad(?![a-z])|[\s~])"
+_SCALE = {"ten": 1, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALED = "|".join(name for name in _SCALE if name != "ten")
 _STYLES = (
     (r"\\(?:text)?color\s*\{[^{}]*\}\s*" + _GROUP, r"\1"),
     (r"\\(?:text)?color\s*\{[^{}]*\}|\\colorbox\s*\{[^{}]*\}|\\[hv]space\*?\s*\{[^{}]*\}", ""),
@@ -46,12 +49,42 @@ _STYLES = (
     (r"^\s*(\*\*|__|`|\"+)([^*_`\"]+)\1\s*$", r"\2"),
     (r"^\s*(?:\$\$?|\\[(\[])\s*((?:[^$\\]|\\(?![)\]]))*?)\s*(?:\$\$?|\\[)\]])\s*$", r"\1"),
     (rf"^{_SPACE}+|(?:\\\\|{_SPACE})+$|(?<!\\)\\$", ""),
+    # words around a number: \text{The answer is }8, \text{3, 5, and 7}, Rs. 8, 13\text{ thousand}, minus 8
+    (r"^\\text\s*\{[^{}]*(?:(?:\b(?:is|are)|[=:])\s*\}|\}\s*=)(?=\s*[\d(\[\\-])", ""),
+    (TEXT_COMMAND + r"\{((?:[^{}A-Za-z]|and|or)*\d(?:[^{}A-Za-z]|and|or)*)\}$", r"\1"),
+    (rf"(?:{TEXT_COMMAND}\{{\s*(?:\\?\$|Rs\.?|USD|EUR|GBP)\s*\}}|\bRs\.|\\mathdollar)\s*(?=\d)", ""),
+    (rf"(?<=[\d}}]){_SPACE}*(?:{TEXT_COMMAND}\{{\s*)?(?:({SCALED})s?|({'|'.join(_SCALE)})ths?)\b(?:\s*\}})?",
+     lambda match: rf" \times 10^{{{_SCALE[match[1]] if match[1] else -_SCALE[match[2]]}}}"),
+    (r"^(?:\\text\s*\{\s*)?(?:negative|minus)\s*\}?\s*(?=\d)", "-"),
 )  # fmt: skip
 _FUNCTIONS = "sqrt|exp|ln|log|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh"
+_TRIGONOMETRIC = "sin|cos|tan|cot|sec|csc"
+_NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
+             "nine": "9", "ten": "10", "twelve": "12", "sixteen": "16"}  # fmt: skip
 _DIGITS = r"(?<![\w.^_{\\])(\d{1,9})"
 _NOTATIONS = (  # numbers and functions as people, books and programs write them
     (r"\u221a\s*(\d+(?:\.\d+)?|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"\\varnothing", r"\\emptyset"),
+    ("~", " "),
+    (r"\\\\\s*\[\s*\d[\d.]*\s*[a-z]{2}\s*\]", r"\\\\"),
+    (r"(?:\{|^)([^{}]*)\\choose(?![a-z])([^{}]*)(?:\}|$)", r"\\binom{\1}{\2}"),
+    (rf"\\operatorname\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1"),
+    (r"\\degree(?:Celsius)?(?![a-z])|\\celsius", r"^\\circ "),
+    (rf"(\^\s*\{{?\s*\\circ\s*\}}?)\s*(?:{TEXT_COMMAND}\{{\s*)?[CFK]\s*\}}?$", r"\1"),
+    (rf"\\({_TRIGONOMETRIC})\s*[({{]?\s*(\d+(?:\.\d+)?)\s*\^\s*\{{?\s*\\circ\s*\}}?\s*[)}}]?",
+     r"\\\1(\\frac{\2\\pi}{180})"),
+    (r"^\s*(-?\d+(?:\.\d+)?|\\frac\{-?\d+\}\{\d+\})\s*=\s*([A-Za-z])\s*$", r"\2 = \1"),
+    (r"^(\d+(?:\.\d+)?)(?:\s|\\text\{)*to(?:\s|\})*(\d+(?:\.\d+)?)$", r"\1:\2"),
+    # {x | x > 2}, and the open interval ]1, 2[
+    (r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\\vert|:|\|)([^{}]*(?:<|>|\\[lg]eq?|\\neq?)"
+     r"(?:[^{}]|\{[^{}]*\})*)\\\}$", r"\1"),
+    (r"(?<![\w)\]])\]([^\[\](),]+,[^\[\](),]+[\[\]])", r"(\1"),
+    (r"([(\[][^\[\](),]+,[^\[\](),]+)\[", r"\1)"),
+    # (110)_2 and 110_{\text{two}} are 110_2
+    (rf"(?:\(|{TEXT_COMMAND}\{{)\s*([\dA-F]+)\s*[)}}]\s*_", r"\1_"),
+    (r"^\s*\\approx\s*", ""),
+    (rf"(?<=\w)_\s*\{{?\s*(?:\(|\\text\{{)?\s*({'|'.join(_NUMERALS)}|\d+)\s*[)}}]?\s*\}}?(?<=[)}}])",
+     lambda match: f"_{{{_NUMERALS.get(match[1], match[1])}}}"),
     (r"\\[dtc]?frac\s*(\d)\s+(\d)(?!\d)", r"\\frac{\1}{\2}"),
     (r"\\mathrm\{\s*([ei])\s*\}", r" \1 "),
     (r"\\text(?:bf|rm|it)?\s*\{\s*\((-?\d[\d.,]*)\)\s*\}", r"\1"),
@@ -74,6 +107,8 @@ _NOTATIONS = (  # numbers and functions as people, books and programs write them
     (rf"{_DIGITS}{_SPACE}*\\[dtc]?frac\s*(?:\{{\s*(\d{{1,9}})\s*\}}|(\d))\s*(?:\{{\s*(\d{{1,9}})\s*\}}|(\d))",
      lambda match: _improper(match, 1)),
     (r"(?<![\w\\])(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot)\s*\{\s*(\d{1,9})\s*\}",
+     lambda match: _repeating(match)),
+    (r"(?<![\w\\])(\d{0,9})\.(\d{0,3}?)(\d{1,6}?)\3+\s*(?:\\[lc]?dots|\.\.\.)",
      lambda match: _repeating(match)),
     (r"[\u20ac\u00a3\u00a5]", ""),
     (r"(?<!\\)%", r"\\%"),
@@ -119,7 +154,7 @@ def plain_latex(text: str) -> str:
     r"""Rewrite an answer for math-verify, for example 2 1/2, 1 234, 1e-5, x**2, sqrt(2) and 10⁸."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda match: f"^{{{match[0].translate(_SMALL)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match[0].translate(_SMALL)}}}", text)
-    text = unicodedata.normalize("NFKC", text.translate(SIGNS))  # narrow and full-width forms, ½
+    text = unicodedata.normalize("NFKC", text).translate(SIGNS)  # narrow and full-width forms, ½
     text = re.sub(r"(\d)\u2044(\d)", r"\\frac{\1}{\2}", text)
     text = _rewrite(_braced(text), _NOTATIONS)
     if "," not in text and len(re.findall(r"\\[pm][mp](?![a-z])", text)) == 1:
@@ -169,13 +204,28 @@ def parse(content: str, whole: bool = False, units: bool = True) -> list:
     # LaTeX only: math-verify's other parsers pick a number out of a box that cannot be parsed, for example
     # 10 from \boxed{7^{7^7} \bmod 10}.
     config = library.LatexExtractionConfig(try_extract_without_anchor=not whole)
-    if not units:
+    text = plain_latex(content).strip().rstrip(".")
+    if not units or ends_in_variable(text):
         normal = dataclasses.replace(config.normalization_config, units=False)
         config = dataclasses.replace(config, normalization_config=normal)
-    text = plain_latex(content).strip().rstrip(".")
     if re.search(r"(?<![\w}_^])\d+(?:\.\d+)?(?:\s|~|\\ )+\d", text):  # numbers without a sign between
         return [text]
     return library.parse(r"\boxed{" + text + "}", [config], parsing_timeout=None, raise_on_error=True)
+
+
+_LAST_LETTER = re.compile(r"(?<![A-Za-z\\/])([A-Za-z]|mg)$")
+
+
+def ends_in_variable(text: str, is_gold: bool = False) -> bool:
+    r"""Tell whether the last letter of a formula is a variable and no unit: h in \pi r^2 h, d in 3 + 2d.
+
+    A letter right after a digit, as in 2m, is a variable in a reference, and may be a unit in a completion.
+    """
+    match = _LAST_LETTER.search(text := text.strip())
+    before = re.sub(r"\\(?:cdot|times)\s*$", "*", text[: match.start()]) if match else ""
+    before = re.sub(r"\\[A-Za-z]+", "", before)
+    is_product = is_gold and before[-1:].isdigit()
+    return is_product or re.search(r"[A-Za-z]|[\d)}\]]\s*[-+]|[-+*/=^_]\s*$", before) is not None
 
 
 def is_math(parsed: list) -> bool:
@@ -191,6 +241,9 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
 
     sums: a sum of numbers is a number, see _is_unfinished().
     """
+    if ends_in_variable(answer, is_gold=True):
+        content = re.sub(rf"{TEXT_COMMAND}\{{(?!\s*[ei]\s*\}})[^{{}}]*\}}(?:\^\{{?\d\}}?)?$", "", content)
+        return same(parse(answer, whole=True, units=False), parse(content, units=False), sums)
     quantities = [_quantity(text) for text in (answer, content)]
     (gold_dimension, gold_size, gold), (dimension, size, text) = quantities
     if gold_dimension and dimension:
@@ -206,8 +259,11 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
     names = [re.match(r"\s*(y|[a-z]\(x\))\s*=", side) for side in (gold, text)]
     if None not in names and (names[0][1] == "y") != (names[1][1] == "y"):  # y = 2x and f(x) = 2x
         gold, text = (side.partition("=")[2] for side in (gold, text))
-    if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(r"-?\d+,(\d{1,2}|\d{4,})", text):  # 2,74
-        text = text.replace(",", ".")
+    if "=" not in gold:
+        text = re.sub(r"^\s*[A-Za-z]\([^()=]*\)\s*=", "", text)  # f(3) = 17
+    decimals = [re.fullmatch(r"(-?\d+)(\.|,|\{,\})(\d{1,2}|\d{4,})", side.strip()) for side in (gold, text)]
+    if None not in decimals and (decimals[0][2] == ".") != (decimals[1][2] == "."):  # 2,74 and 2.74
+        gold, text = (f"{match[1]}.{match[3]}" for match in decimals)
     return same(parse(gold, whole=True), parse(text), sums)
 
 
@@ -355,18 +411,51 @@ def _agree(gold, answer, symbols: list, signs: str) -> bool | None:
         symbol: sympy.Rational(7 + 4 * index, 3 + index) * (1 if signs[index % len(signs)] == "+" else -1)
         for index, symbol in enumerate(symbols)
     }
-    x, y = (side.subs(point).evalf(50) for side in (gold, answer))
+    x, y = (
+        (_real_roots(side).subs(point).evalf(50) for side in (gold, answer))
+        if symbols
+        else (side.evalf(150) for side in (gold, answer))
+    )
     if not (x.is_number and y.is_number and x.is_finite and y.is_finite):
         return None
     if symbols and "-" in signs and not x.is_real and not y.is_real:
         return None
     difference = abs(x - y)
     size = max(abs(x), abs(y))
-    if difference <= size * sympy.Float("1e-40"):
+    if difference <= size * sympy.Float("1e-40" if symbols else "1e-120"):
         return True
     if not gold.has(sympy.Float) and not answer.has(sympy.Float):
         return None if min(abs(x), abs(y)) < 1e-40 else False  # zero, of a sum that has to be simplified
-    return bool(difference <= size * 1e-12 or (difference <= size * FLOAT_RTOL and difference <= FLOAT_ATOL))
+    if difference <= size * 1e-12:
+        return True
+    is_rounded = not symbols and any(map(_is_short, (x, y)))  # 5 is not 5.0000001, and 1/3 is 0.333333
+    return not is_rounded and bool(difference <= size * FLOAT_RTOL and difference <= FLOAT_ATOL)
+
+
+def _is_short(number) -> bool:
+    """Tell whether a number has at most five significant digits."""
+    import sympy
+
+    if not number.is_real or number == 0:
+        return number == 0
+    mantissa = number * sympy.Integer(10) ** (4 - sympy.floor(sympy.log(abs(number), 10)))
+    return abs(mantissa - round(mantissa)) < 1e-6
+
+
+def _real_roots(expression):
+    """Write cube roots and the like so that they are real below zero, too: x^{2/3} is \\sqrt[3]{x^2}."""
+    import sympy
+
+    def is_odd(part) -> bool:
+        return part.is_Pow and part.exp.is_Rational and part.exp.q % 2 == 1 and part.exp.q > 1
+
+    def real_root(part):
+        sign = sympy.sign(part.base) if part.exp.p % 2 else 1
+        return sign * sympy.Abs(part.base) ** part.exp
+
+    return (
+        expression.replace(is_odd, real_root) if any(map(is_odd, expression.atoms(sympy.Pow))) else expression
+    )
 
 
 # Formulas that only the text shows: math-verify evaluates determinants during parsing, and reads only the
@@ -470,7 +559,9 @@ def _components(numbers) -> list:
     """Split a set into intervals and points, also R without a few points."""
     import sympy
 
-    if isinstance(numbers, sympy.Complement) and isinstance(numbers.args[1], sympy.FiniteSet):
+    if isinstance(numbers, sympy.Complement) and isinstance(
+        numbers.args[1], sympy.FiniteSet | sympy.Interval | sympy.Union
+    ):
         base, points = numbers.args
         base = sympy.Interval(-sympy.oo, sympy.oo) if base == sympy.S.Reals else base
         return [base - points]
@@ -501,6 +592,9 @@ _UNITS = {  # {dimension: {size: names}}
              "86400": "day", "604800": "week"},
     "years": {"1": "month", "12": "yr year"},
     "money": {"0.01": "cent", "1": "dollar"},
+    "force": {"1": "N newton", "1000": "kN"},
+    "energy": {"1": "J joule", "1000": "kJ kilojoule"},
+    "power": {"1": "W watt", "1000": "kW kilowatt"},
     "volume": {"0.001": "ml mL milliliter millilitre", "0.01": "cl", "1": "l L liter litre"},
     "speed": {"1": "m/s", "5/18": "km/h kmh kph kmph", "0.44704": "mph"},
 }  # fmt: skip
@@ -512,6 +606,10 @@ _UNIT = {
 }
 _NAMES = "|".join(sorted(map(re.escape, _UNIT), key=len, reverse=True))
 _ONE_UNIT = rf"(?P<power>square|cubic|sq\.?|cu\.?)?\s*(?P<unit>{_NAMES})s?(?![A-Za-z/])\.?\s*"
+_UNIT_WORD = TEXT_COMMAND + r"\{[^{}]*\}(?:\^\{?\d\}?)?"
+_UNIT_FRACTION = re.compile(
+    rf"(?<=[\d}}\s,]){_SPACE}*\\[dt]?frac\s*\{{\s*{_UNIT_WORD}\s*\}}\s*\{{\s*{_UNIT_WORD}\s*\}}$"
+)
 _AT_END = re.compile(rf"(?<=[\d)}}\s])\s*{_ONE_UNIT}(?:\^?\s*\{{?(?P<exponent>\d)\}}?)?$")
 _PAIR = re.compile(rf"(\d+(?:\.\d+)?)\s*({_NAMES})s?(?![A-Za-z/])\.?(?:\s|,|and\b)*")
 
@@ -522,6 +620,7 @@ def _quantity(text: str) -> tuple[tuple | None, Fraction, str]:
 
     The number of 2 hours 30 minutes is in the smallest unit, after _COMPOUND.
     """
+    text = _UNIT_FRACTION.sub("", text)
     plain = re.sub(rf"{TEXT_COMMAND}\{{([^{{}}]*)\}}", r" \1 ", text)
     plain = plain.replace(r"\$", "").replace("\u00b2", "^2").replace("\u00b3", "^3")
     plain = " ".join(re.sub(rf"{_SPACE}+", " ", plain).split()).rstrip(".")

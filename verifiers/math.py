@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 
 from verifiers.expressions import (
+    SCALED,
     SIGNS,
     TEXT_COMMAND,
     equal,
@@ -47,6 +48,8 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
             f"the reference answer {answer[:99]!r} has no letter or digit, or the braces do not match",
         )
     contents = last_boxes(completion)
+    if contents and (final := _last_word(completion)):
+        contents = [final]
     if not contents and not re.search(r"\\(?:boxed|fbox)\s*\{", completion):  # a cut box is no answer
         contents = [text] if (text := unboxed_answer(completion)) else []
         if matches is equal and re.fullmatch(r"\s*\(.*\)\s*", "".join(contents)):
@@ -60,7 +63,12 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     if too_large(joined) or too_large(answer):
         is_right = normal_text(joined) == normal_text(answer)
         return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
-    is_right = matches(joined, answer)
+    is_right = (
+        _has_same_words(joined, answer)
+        or matches(joined, answer)
+        or matches is equal
+        and _is_labelled(joined, answer)
+    )
     if not is_right and len(contents) > 1:  # one answer, repeated
         is_right = all(matches(content, answer) for content in contents)
     return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
@@ -71,6 +79,8 @@ def _comparison(answer: str) -> Callable[[str, str], bool]:
     """Choose the function (answer of the completion, reference answer) -> bool."""
     if _is_time(answer):
         return _matches_time
+    if _choice_of(answer)[0] and not _choice_of(answer)[1]:
+        return _matches_choice
     if too_large(answer):
         return _matches_text
     gold = parse(answer, whole=True)
@@ -94,11 +104,17 @@ def comparison_of(answer: str) -> tuple[str, str]:
 # The answer in a completion
 # ------------------------------------------------------------------------------------------------------------
 # Escaped braces (\{) are skipped. A brace after pairs of backslashes (\\ is a line break) is not escaped.
-_BRACE = re.compile(r"(?<!\\)(?:\\\\)+(?=[{}])|\\(?:(boxed|fbox)\s*\{|[{}])|\{|\}")
-_JOINT = re.compile(  # the text between two boxes of a list; possessive, so that it never backtracks
-    rf"(?:[\s,;&$~*_]|\\[,;:!()\[\]\s]|\\\\|\\q?quad(?![a-z])|{TEXT_COMMAND}\{{\s*,?\s*(?:and|or)?\s*,?\s*\}}"
-    r"|(?<![a-z])(?:and|or)(?![a-z]))*+"
+_BRACE = re.compile(
+    r"(?<!\\)(?:\\\\)+(?=[{}])|\\(?:(boxed|fbox)\s*\{|[{}])|\{|\}"
+    r"|\\boxed\s+(?P<bare>[\w+-](?:[\w/,.+-]{0,30}[\w])?)"  # \boxed 8
 )
+_JOINTS = (  # the text between two boxes of a list; possessive, so that it never backtracks
+    rf"(?:[\s,;&~*_]|\\[,;:!()\[\]\s]|\\\\|\\q?quad(?![a-z])|{TEXT_COMMAND}\{{\s*,?\s*\}}"
+    rf"|{TEXT_COMMAND}\{{[^{{}}]{{0,40}}(?<![a-z])(?:and|or)(?![a-z])[^{{}}]{{0,40}}\}}"
+    r"|(?<![a-z])(?:and|or)(?![a-z])|(?<![A-Za-z])[A-Za-z](?:_\{?\w\}?)?\s*=%s)*+"
+)
+_JOINT = re.compile(_JOINTS % r"|\$")
+_MATH_JOINT = re.compile(_JOINTS.replace(r"()\[\]", "") % "")  # the next dollar or \( begins math
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
@@ -106,7 +122,9 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
     boxes_so_far = []
     open_braces = []  # the regex match of every open box, None for every other open brace
     for match in _BRACE.finditer(text):
-        if match[1] or match[0] == "{":
+        if match["bare"]:
+            boxes_so_far.append((match.start(), match.end(), match["bare"]))
+        elif match[1] or match[0] == "{":
             open_braces.append(match if match[1] else None)
         elif match[0] == "}" and open_braces and (opening := open_braces.pop()) is not None:
             while boxes_so_far and boxes_so_far[-1][0] > opening.start():
@@ -132,16 +150,19 @@ def last_boxes(text: str) -> list[str]:
 
 # Where an answer without a box begins. "answer to the question is", "Answer:", "Answer $73$", "#### 73"
 _ANCHOR = re.compile(
-    r"\banswers?\b(?:[^\n.=:$\\]{0,60}?(?:\b(?:is|are|equals?|be)\b|[:=])|(?=\W*\d|[\s*]*(?:\$|\\[(\[])))|^####",
+    r"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice))\b(?:[^\n.=:$\\]{0,60}?(?:\b(?:is|are|equals?|be)\b|[:=]|\s[-\u2013\u2014]\s)|(?=\W*\d|[\s*]*(?:\$|\\[(\[])))|^####",
     re.IGNORECASE | re.MULTILINE,
 )
-_TAGGED = re.compile(r"<answer>(?!.*<answer>)(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_TAGGED = re.compile(
+    r"<answer>(?!.*<answer>)(.*?)(?:</answer>|\Z)|\*\*([^*\n]+)\*\*[.!]?\s*\Z", re.DOTALL | re.IGNORECASE
+)
+_PROSE = re.compile(r"(?<![\\A-Za-z{])[a-z]{3,}")
 _DELIMITED = re.compile(
     r"(?:(?<![\\\d])\$\$(?P<a>(?:\\.|[^$\\])+)\$\$|(?<![\\\d])\$(?P<b>(?:\\.|[^$\\])+)\$"
     r"|\\\[(?P<c>(?:(?!\\\]).)+)\\\]|\\\((?P<d>(?:(?!\\\)).)+)\\\))\s*(?P<percent>\\?%)?",
     re.DOTALL,
 )
-_END = r"[.!?;]?\s*\n|[.?;](?=\s|$)|\*\*|\s?\((?=[a-z]{2,}\s)|<[/|]|[`\"]"
+_END = r"[.!?;]?\s*(?:\n|\Z)|[.?;](?=\s|$)|\*\*|\s?\((?=[a-z]{2,}\s)|<[/|]|[`\"]"
 _END += r"|,?\s+(?:not|because|since|which|so|as|where|when|with|but"
 _SENTENCE_END = re.compile(_END + r")\b")
 _CLAUSE_END = re.compile(_END + r"|for|of|if|that|after|in|on|to)\b")
@@ -151,10 +172,12 @@ _COMPARING = re.compile(
 )
 _OPENING_WORDS = re.compile(
     r"(?:(?:the|a|an|exactly|equal|to|simply|just|therefore|thus|approximately|about|indeed|then|is|number|value"
-    r"|given|by|now|option|choice|total|of|we|have|get)\b[\s:*]*|[:*_`\"'>=#]+\s*)+",
+    r"|given|by|now|option|choice|total|of|we|have|get)\b[\s:*]*|[:*_`\"'=#]+\s*)+",
     re.IGNORECASE,
 )
-_CLOSING_WORD = re.compile(r"(?<=[^\s,])\s+(?!(?:and|or)\b)[A-Za-z]{2,}[\s,!]*$")
+_CLOSING_WORD = re.compile(
+    rf"(?<=[^\s,])\s+(?!(?:and|or|dozen|ten|{SCALED})(?:(?:th)?s?)\b)[A-Za-z]{{2,}}[\s,!]*$"
+)
 
 
 def unboxed_answer(completion: str) -> str:
@@ -167,7 +190,8 @@ def unboxed_answer(completion: str) -> str:
     if len(tail) < len(completion):  # drop the first word, which may be cut: half a number is another number
         tail = "".join(tail.split(maxsplit=1)[1:])
     if tagged := _TAGGED.search(tail):
-        tail = tagged[1].strip()
+        tail = (tagged[1] or tagged[2] or "").strip()
+    tail = re.sub(r"\b(?:negative|minus)\s+(?=\d)", "-", tail)
     for anchor in reversed(list(_ANCHOR.finditer(tail))):
         rest = _after_opening_words(tail[anchor.end() :])
         match = _DELIMITED.match(rest)
@@ -175,13 +199,23 @@ def unboxed_answer(completion: str) -> str:
             return _list_of_math(rest, [match])
         if answer := _in_clause(rest):
             return answer
-    if tagged and len(tail) < 40 and not _DELIMITED.search(tail):
+    is_short = tagged or len(tail.split()) < 4 and not re.search(r"\d", tail)
+    is_prose = len(tail) > 40 and _PROSE.search(tail)
+    if is_short and not is_prose and not _DELIMITED.search(tail):
         return tail
     return _last_expression(tail)
 
 
+def _last_word(completion: str) -> str:
+    """Return the math after "the final answer is", if that comes after all boxes."""
+    tail = completion[-MAX_PARSED_CHARS:].rpartition(r"\boxed")[2]
+    anchors = list(re.finditer(r"\bfinal answer(?:\s+is)?\s*:?[\s*]*(?=\$|\\[(\[])", tail, re.IGNORECASE))
+    match = _DELIMITED.match(tail, anchors[-1].end()) if anchors else None
+    return _list_of_math(tail, [match]) if match and _is_math_text(match) else ""
+
+
 def _after_opening_words(text: str) -> str:
-    text = text.lstrip()
+    text = re.sub(r"^[\s:*]*\n\s*(?:[->*\u2022]\s+)?", "", text).lstrip()  # an item or a quotation
     opening = _OPENING_WORDS.match(text)
     return text[opening.end() :] if opening else text
 
@@ -201,7 +235,7 @@ def _in_clause(text: str) -> str:
 
 def _without_closing_words(text: str) -> str:
     """Drop the words after a number: 73 apples. Units of verifiers/expressions.py stay."""
-    text = text.lstrip(" ,:").rstrip(" ,.:")
+    text = text.lstrip(" ,:").rstrip(" ,.:*_`")
     if not re.search(r"\d", text):
         return text
     while not has_unit(text) and (closing := _CLOSING_WORD.search(text)):
@@ -212,12 +246,12 @@ def _without_closing_words(text: str) -> str:
 def _is_math_text(match: re.Match) -> bool:
     """Tell whether the text between two dollars is no price: "$5 and then $6"."""
     content = match["b"] or ""
-    return not (re.match(r"\s*\d", content) and re.search(r"(?<![\\A-Za-z{])[a-z]{3,}", content))
+    return not (re.match(r"\s*\d", content) and _PROSE.search(content))
 
 
 def _list_of_math(text: str, matches: list[re.Match]) -> str:
     """Join the math of a match with the math that follows after "and", "or" or a comma."""
-    while following := _DELIMITED.match(text, _JOINT.match(text, matches[-1].end()).end()):
+    while following := _DELIMITED.match(text, _MATH_JOINT.match(text, matches[-1].end()).end()):
         matches.append(following)
     contents = [next(filter(None, m.group("a", "b", "c", "d"))) + (m["percent"] or "") for m in matches]
     return ", ".join(contents)
@@ -248,7 +282,7 @@ def _last_expression(text: str) -> str:
 def _belongs(token: str) -> bool:
     """Tell whether a word is part of a formula: it has no two letters in sequence, and is no article."""
     plain = re.sub(r"\\[A-Za-z]+|sqrt|pi|ln|log|sin|cos|tan|and|or", "", token)
-    return not re.search(r"[A-Za-z]{2}", plain) and token not in ("a", "I", "A")
+    return not re.search(r"[A-Za-z]{2}", plain) and token.strip(".") not in ("a", "I", "A", "$")
 
 
 @functools.lru_cache(maxsize=256)
@@ -346,21 +380,53 @@ def _is_text(answer: str) -> bool:
     return is_whole and re.search(r"\w", normal_text(answer)) is not None
 
 
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)(?::[0-5]\d)?\s*([ap])?\.?\s*(?:m\b\.?)?", re.IGNORECASE)
+
+
+def _time_of(text: str) -> tuple[int, str, str] | None:
+    """Return (hour, minutes, "a", "p" or "") of a time of day such as 3:30 p.m., None for other texts."""
+    text = re.sub(rf"{TEXT_COMMAND}(?=\{{)|\\[!,;:. ]|[{{}}$]", "", text).strip()
+    match = _TIME.fullmatch(text)
+    return (int(match[1]), match[2], (match[3] or "").lower()) if match else None
+
+
 def _is_time(answer: str) -> bool:
     """Tell whether a reference answer is a time of day; math-verify reads 3:30 as 1/10, which 2:20 equals.
 
     A reduced ratio, for example 5:17, stays mathematics [ours].
     """
-    text = answer.strip().strip("$").strip()
-    time = re.fullmatch(r"(\d{1,2}):([0-5]\d)(\s*(?:\\text\{)?\s*[apAP]\.?[mM]\.?\s*\}?)?", text)
-    if time is None:
-        return False
-    hour, minute, half = time.groups()
-    return bool(half) or minute[0] == "0" or math.gcd(int(hour), int(minute)) > 1
+    hour, minutes, half = _time_of(answer) or (1, "1", "")
+    return bool(half) or minutes[0] == "0" or math.gcd(hour, int(minutes)) > 1
 
 
 def _matches_time(content: str, answer: str) -> bool:
-    return normal_text(content) == normal_text(answer)
+    """Compare times; a reference without a.m. or p.m. accepts both."""
+    times = [_time_of(text) for text in (content, answer)]
+    return None not in times and times[0][:2] == times[1][:2] and times[1][2] in ("", times[0][2])
+
+
+# ---- choices ----
+def _is_labelled(content: str, answer: str) -> bool:
+    """Tell whether the answer stands after the letter of its choice, as in (B) 12."""
+    letter, text = _choice_of(content)
+    return bool(letter and text) and equal(text, answer)
+
+
+def _matches_choice(content: str, answer: str) -> bool:
+    letter, _ = _choice_of(content)
+    return letter == _choice_of(answer)[0] if letter else _matches_words(content, answer)
+
+
+_CHOICE = re.compile(
+    r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-J])(?:[).:](?=\s|$)|$))(.*)", re.IGNORECASE
+)
+
+
+def _choice_of(text: str) -> tuple[str | None, str]:
+    """Return the letter of a choice and the text after the letter: (B) 12, B. 12 and B are choice B."""
+    match = _CHOICE.fullmatch(_in_words(text))
+    letter = (match[1] or match[2]) if match else None
+    return (letter, match[3].strip()) if letter and letter.isupper() else (None, text)
 
 
 _NOT_IN_WORDS = re.compile(  # text commands, braces, spaces, quotes and signs of products
@@ -372,6 +438,12 @@ _NOT_IN_WORDS = re.compile(  # text commands, braces, spaces, quotes and signs o
 def _in_words(text: str) -> str:
     r"""Reduce a text to its words and punctuation: \text{Heavy}\ rain. becomes "Heavy rain"."""
     return " ".join(_NOT_IN_WORDS.sub(" ", text).split()).rstrip(" .")
+
+
+def _has_same_words(content: str, answer: str) -> bool:
+    r"""Tell whether two texts with a word are the same, for example \text{May 5} and \text{May } 5."""
+    words = _in_words(answer)
+    return re.search("[A-Za-z]{3}", words) is not None and _in_words(content).lower() == words.lower()
 
 
 def _is_word(text: str) -> bool:
