@@ -52,6 +52,7 @@ from memory_plan import (
     choose_micro_batch,
     engine_settings,
     max_model_len,
+    plan_memory,
     trainer_memory,
     with_setting,
     with_sleep_level,
@@ -88,7 +89,7 @@ from runtime.checks import (
 )
 from runtime.launch import Signals, Stopped, connect
 from runtime.machine import check_address, check_gpus, check_machine, device_of_rank, open_store
-from runtime.memory import NodeMemory, node_memory, trainer_bytes
+from runtime.memory import MemoryMeter, NodeMemory, node_memory, planned_rows, trainer_bytes
 from runtime.metrics import (
     Clock,
     append_rows,
@@ -143,6 +144,7 @@ class Run:
     generation_config: str | None  # text of generation_config.json, which may list more end-of-sequence ids
     signals: Signals
     progress: tqdm
+    meter: MemoryMeter | None  # of the GPU's memory; None on CPUs
 
     @property
     def policy(self) -> moe_model.Policy:
@@ -179,7 +181,7 @@ def set_up(config: Config) -> Run | None:
     record_launch(config, record, loaded, resolved, evaluates, launch.models())
     start_trackers(accelerator, resolved, state.step)
     with clock("setup"):
-        models = build_engine_and_policy(resolved, data, accelerator.device)
+        models = build_engine_and_policy(resolved, data, accelerator.device, clock)
         history = PromptHistory.from_offline(data.offline_scores, launch.configs[0].rollout.group_size)
         queue: deque[Rollout] = deque()
         if checkpoint:
@@ -258,7 +260,9 @@ def input_files(configs: list[Config], model_dir: Path) -> dict[str, str]:
     return digests
 
 
-def build_engine_and_policy(config: Config, data: LaunchData, device: torch.device) -> dict[str, Any]:
+def build_engine_and_policy(
+    config: Config, data: LaunchData, device: torch.device, clock: Clock
+) -> dict[str, Any]:
     """Start the engine, and build judge, policy and reference, as fields of Run. Collective.
 
     A scalar judge is loaded first, because the engine takes the GPU memory that is free then.
@@ -268,11 +272,15 @@ def build_engine_and_policy(config: Config, data: LaunchData, device: torch.devi
     engine = start_engine(launch.config, launch.hf_config, data.model_dir)
     judge = scalar_judge or load_judge(config)
     dist.barrier()
+    meter = MemoryMeter() if torch.cuda.is_available() else None
     extras = active(launch.config)
     trainer = build_trainer(config, extras, data.model_dir, data.ep_group, device, data.checkpoint)
+    if meter:
+        meter.watch(trainer)
+        clock.on_end = meter.end_phase
     reference = build_reference(launch.config, trainer.module, data.ep_group, device)
     launch.build(data.ep_group, device)
-    return {"engine": engine, "judge": judge, "trainer": trainer, "reference": reference}
+    return {"engine": engine, "judge": judge, "trainer": trainer, "reference": reference, "meter": meter}
 
 
 def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
@@ -355,7 +363,7 @@ def with_micro_batches(
     ]
 
 
-def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMemory | None) -> str | None:
+def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMemory | None) -> str:
     """Return the line about the memory; ValueError if model, memory or disk refuse the settings. Collective.
 
     largest: settings with the largest sizes of all stages; configs: settings of each stage.
@@ -726,7 +734,7 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
 
 def announce(
     configs: list[Config], hf_config, loaded: LoadedSets, model_dir: Path, tokenizer, device: torch.device,
-    memory_line: str | None,
+    memory_line: str,
 ) -> None:  # fmt: skip
     """Print warnings about the settings of the stages, and the composition and the memory of the run."""
     config = configs[0]
@@ -744,9 +752,8 @@ def announce(
         f"{config.model.dtype}, log-probabilities {kernel}, engine {config.rollout.dtype}; "
         "starting vLLM and DeepSpeed"
     )
-    if memory_line is not None:
-        most_tokens = max(stage.train.tokens_per_forward(on_gpu=False) for stage in configs)
-        say(f"{memory_line}; micro-batches of {most_tokens:,} tokens")
+    most_tokens = max(stage.train.tokens_per_forward(device.type == "cuda") for stage in configs)
+    say(f"{memory_line}; micro-batches of {most_tokens:,} tokens")
 
 
 def progress_bar(config: Config, state: TrainState) -> tqdm:
@@ -1145,6 +1152,25 @@ def peak_rss_bytes(state: TrainState) -> int:
     return max(state.peak_rss_bytes, int(reduce_metrics(peak)["bytes_total"]))
 
 
+def gpu_memory(run: Run) -> dict[str, dict[str, int | None]] | None:
+    """Return the plan's rows with planned and measured bytes, of the rank with the most; None on CPUs.
+
+    A row that this launch did not measure is None, for example `update` after a resume from the last step.
+    Collective.
+    """
+    if run.meter is None:
+        return None
+    measured: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(measured, run.meter.largest)
+    config = widest(run.stage_configs, on_gpu=True)
+    total = torch.cuda.mem_get_info()[1]
+    parts, _ = plan_memory(config, run.policy.config, dist.get_world_size(), total)
+    return {
+        row: {"planned": num_bytes, "measured": max((r[row] for r in measured if row in r), default=None)}
+        for row, num_bytes in planned_rows(parts, bool(config.rollout.sleep_level)).items()
+    }
+
+
 def finish(run: Run) -> None:
     """Export the policy, write and print the summary. Collective."""
     run.progress.close()
@@ -1157,9 +1183,10 @@ def finish(run: Run) -> None:
         for extra in active(run.config):
             extra.save(run.policy, run.config, run_dir, save_file)
     run.state.peak_rss_bytes = peak_rss_bytes(run.state)
+    memory = gpu_memory(run)
     if dist.get_rank() == 0:
         with writing(run_dir / "summary.json"):
-            write_summary(run_dir, run.state)
+            write_summary(run_dir, run.state, memory)
             plot_curves(run_dir)
         print_summary(run_dir)
     dist.barrier()

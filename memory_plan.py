@@ -34,7 +34,15 @@ from moe_model import (
 )
 from runtime.checks import say
 from runtime.machine import device_of_rank
-from runtime.memory import GIB, NodeMemory, bytes_by_phase, margin_bytes, trainer_bytes, why_too_small
+from runtime.memory import (
+    GIB,
+    NodeMemory,
+    bytes_by_phase,
+    margin_bytes,
+    planned_rows,
+    trainer_bytes,
+    why_too_small,
+)
 from settings import MICRO_BATCH_SIZES, Config, ModelSettings, RolloutSettings
 
 REDUCE_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
@@ -113,11 +121,12 @@ def grid_bytes_per_token(config: PretrainedConfig, itemsize: int, on_gpu: bool) 
 
 def activation_bytes(
     config: PretrainedConfig, settings: ModelSettings, tokens: int, on_gpu: bool, num_shared: int
-) -> int:
-    """Return the bytes that a micro-batch keeps from its forward to its backward pass.
+) -> tuple[int, int]:
+    """Return the bytes that a micro-batch keeps from forward to backward pass, and of a layer computed again.
 
-    With model.activation_checkpointing these are the inputs of all layers, and one layer while the backward
-    pass recomputes it; otherwise all layers. tokens, num_shared: as in passing_bytes().
+    With model.activation_checkpointing the inputs of all layers are kept, and the backward pass computes one
+    layer at a time again; otherwise all layers are kept, and none is. tokens, num_shared: as in
+    passing_bytes().
     """
     hidden = config.hidden_size
     num_layers = config.num_hidden_layers
@@ -128,14 +137,14 @@ def activation_bytes(
         for kind in set(has_experts)
     }
     bytes_of_layers = [bytes_by_kind[kind] for kind in has_experts]
+    per_grid_place = grid_bytes_per_token(config, itemsize, on_gpu)
+    final_norm = hidden * (2 * itemsize if on_gpu else 8 + itemsize)
     if settings.activation_checkpointing:
-        per_token = num_layers * hidden * itemsize + max(bytes_of_layers)
-        per_grid_place = grid_bytes_per_token(config, itemsize, on_gpu)
-    else:
-        per_token = sum(bytes_of_layers)
-        per_grid_place = grid_bytes_per_token(config, itemsize, on_gpu) * num_layers
-    per_token += hidden * (2 * itemsize if on_gpu else 8 + itemsize)  # the final norm
-    return tokens * per_token - num_shared * (per_token - per_grid_place)
+        kept = (tokens - num_shared) * (num_layers * hidden * itemsize + final_norm)
+        largest = max(bytes_of_layers)
+        return kept, tokens * largest - num_shared * (largest - per_grid_place)
+    per_token = sum(bytes_of_layers) + final_norm
+    return tokens * per_token - num_shared * (per_token - per_grid_place * num_layers), 0
 
 
 def passing_bytes(
@@ -146,15 +155,16 @@ def passing_bytes(
     tokens: places of attention's grid. num_shared: grid places whose token belongs to a shared prompt and is
     computed elsewhere (see moe_model.share()). device: cpu or cuda.
 
-    `activations` are kept from the forward to the backward pass. `on the way back` is the larger of two peaks
-    of the backward pass:
+    `activations` are kept from the forward to the backward pass. `recomputed layer`, with
+    model.activation_checkpointing, is the layer that the backward pass computes again. `on the way back` is
+    the larger of two peaks of the backward pass:
         head    a block of logits and its gradient, the gradient of the hidden states in float32, and the
                 gradient of the head's weight while it is added to the float32 sum
         layer   gradients of the rows of its experts, of gate and up, and a chunk of rows in float32
     """
     hidden = config.hidden_size
     itemsize = itemsize_of(settings)
-    activations = activation_bytes(config, settings, tokens, device == "cuda", num_shared)
+    activations, recomputed = activation_bytes(config, settings, tokens, device == "cuda", num_shared)
     tokens = tokens - num_shared
     gradient = itemsize if itemsize == 4 else itemsize + 4  # bytes of a value, with its copy in float32
     blocks = 2 * 4 * min(BLOCK_ELEMENTS[device], tokens * config.vocab_size)
@@ -167,7 +177,7 @@ def passing_bytes(
         layer = tokens * top_k * (2 * hidden + 3 * width) * itemsize + gate_up + rows
     else:
         layer = tokens * (2 * hidden + 3 * config.intermediate_size) * itemsize
-    return {"activations": activations, "on the way back": max(head, layer)}
+    return {"activations": activations, "recomputed layer": recomputed, "on the way back": max(head, layer)}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -276,13 +286,16 @@ def memory_by_part(
     update m of these n, namely 1 / num_ranks of the whole model:
         weights n x 2 or 4 bytes     gradients n x 4     master weights m x 4     AdamW m x 8
     ZeRO 2 sums gradients (m x 4 bytes) from the first backward pass to the optimizer step and holds none
-    between updates. With offload_optimizer the sum is then handed to the host, which holds master weights and
-    AdamW's states (see offloaded_bytes()); a buffer for one gradient stays on the GPU.
+    between updates; a float32 policy with ZeRO 1 neither. With offload_optimizer the sum is then handed to
+    the host, which holds master weights and AdamW's states (see offloaded_bytes()); a buffer for one gradient
+    stays on the GPU.
     """
     counts = parameter_counts(config)
     itemsize = itemsize_of(settings)
     num_held = counts.experts // settings.ep_size + counts.embeddings + counts.others
     num_updated = sum(counts) // num_ranks
+    sums_are_held = zero_stage == 1 and itemsize == 2
+    num_summed = num_updated if zero_stage == 2 else num_held
     optimizer_on_gpu = not offload_optimizer
     is_sharded = zero_stage == 2
     is_fused = on_gpu if fused_adamw is None else fused_adamw
@@ -291,11 +304,11 @@ def memory_by_part(
     gradient_buffer = offload_optimizer * largest_parameter(config, settings) * itemsize
     return {
         "weights": num_held * itemsize,
-        "gradients": gradient_buffer + (not is_sharded) * num_held * 4,
+        "gradients": gradient_buffer + sums_are_held * num_summed * 4,
         "master weights": optimizer_on_gpu * num_updated * 4,
         "AdamW": optimizer_on_gpu * num_updated * 8,
         "reference": num_held * itemsize if with_reference else 0,
-        "gradients in an update": is_sharded * num_updated * 4,
+        "gradients in an update": (not sums_are_held) * num_summed * 4,
         **passing,
         "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, is_fused),
         "sync buffers": sync_buffer_bytes(config, settings, own_experts),
@@ -509,7 +522,7 @@ def trainer_memory(
     if on_gpu:
         parts["sync buffers"] += rounded_bytes(config, hf_config)
         parts["communicators"] = COMMUNICATOR_BYTES * num_communicators(config, hf_config, num_ranks)
-        parts["error of activations"] = parts["activations"] // 10
+        parts["error of activations"] = (parts["activations"] + parts["recomputed layer"]) // 10
     return parts
 
 
@@ -524,18 +537,19 @@ def plan_memory(
     return parts, why_too_small(parts, engine_sleeps, total, needed)
 
 
-def check_gpu_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> None:
-    """Refuse a run that cannot fit into the GPUs, before anything is loaded; ValueError gives the reason.
+def check_gpu_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> str:
+    """Return the plan's rows in a line; ValueError gives the reason if the run cannot fit into the GPUs.
 
     With rollout.kv_cache_gib, which overrides the estimate, print a warning instead.
     """
     total = torch.cuda.mem_get_info()[1]
-    _, reason = plan_memory(config, hf_config, num_ranks, total)
-    if reason is None:
-        return
-    if config.rollout.kv_cache_gib is not None:
-        say(f"warning: by the planner's arithmetic this run does not fit: {reason}")
-        return
+    parts, reason = plan_memory(config, hf_config, num_ranks, total)
+    if reason is None or config.rollout.kv_cache_gib is not None:
+        if reason is not None:
+            say(f"warning: by the planner's arithmetic this run does not fit: {reason}")
+        rows = parts | planned_rows(parts, bool(config.rollout.sleep_level))
+        texts = [f"{name} {num_bytes / GIB:.2f}" for name, num_bytes in rows.items() if num_bytes]
+        return f"memory: planned GiB of a GPU with {total / GIB:.1f}: {', '.join(texts)}"
     raise ValueError(
         f"this run does not fit: {reason}; python experiments/plan.py --config FILE --gpus {num_ranks} "
         f"--gpu-memory-gib {total / GIB:.1f} lists settings that fit, and rollout.kv_cache_gib overrides "
@@ -694,12 +708,10 @@ def check_host_memory(config: Config, hf_config: PretrainedConfig, num_ranks: in
     )
 
 
-def check_memory(
-    config: Config, hf_config: PretrainedConfig, num_ranks: int, node: NodeMemory | None
-) -> str | None:
-    """Refuse a run that cannot fit, before anything is loaded; ValueError gives the reason and a remedy.
+def check_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int, node: NodeMemory | None) -> str:
+    """Return the line that describes the memory of a run; ValueError if the run cannot fit, with a remedy.
 
-    node: memory of a node on CPUs, for which the line to print is returned; None on GPUs.
+    node: memory of a node on CPUs; None on GPUs.
     """
     if node is None:
         return check_gpu_memory(config, hf_config, num_ranks)

@@ -1,4 +1,4 @@
-"""Estimate a rank's memory in each phase of a step, name the phase that does not fit, read a node's memory.
+"""Estimate and measure a rank's memory in each phase of a step, name the phase that does not fit.
 
 The parts come from memory_plan.memory_by_part() (trainer) and memory_plan.engine_memory() (vLLM), as
 {name: bytes}, for example {"weights": ..., "KV cache": ...}. memory_plan.check_memory() makes the estimate
@@ -40,7 +40,7 @@ def standing_bytes(parts: dict[str, int]) -> int:
 def extra_bytes(parts: dict[str, int]) -> dict[str, int]:
     """Return the additional bytes of each phase of the trainer; the phases follow one another."""
     gradients = parts["gradients in an update"]
-    activations = parts["activations"] + parts.get("error of activations", 0)
+    activations = parts["activations"] + parts["recomputed layer"] + parts.get("error of activations", 0)
     return {
         "update": gradients + activations + parts["on the way back"],
         "optimizer step": gradients + parts["optimizer step"],
@@ -99,6 +99,87 @@ def why_too_small(parts: dict[str, int], engine_sleeps: bool, total: int, needed
             f"needs {needed / GIB:.1f} GiB"
         )
     return None
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The plan beside measured peaks, on GPUs
+# ------------------------------------------------------------------------------------------------------------
+def planned_rows(parts: dict[str, int], engine_sleeps: bool) -> dict[str, int]:
+    """Return the sums of a plan that a MemoryMeter measures, {row: bytes}.
+
+    The trainer's rows count its tensors, and a GPU's rows all of its memory. Between updates the trainer has
+    weights, gradients (ZeRO 1), master weights, AdamW's states and the reference. `besides the trainer`, in
+    an update, are CUDA's context, NCCL, fragments of the allocator, graphs and an engine that is awake.
+    """
+    standing = standing_bytes(parts) - parts.get("communicators", 0)
+    extra = extra_bytes(parts)
+    rows = {"trainer between updates": standing, "activations": parts["activations"]}
+    rows |= {f"trainer in {phase}": standing + num_bytes for phase, num_bytes in extra.items()}
+    if "engine weights" in parts:
+        phases = bytes_by_phase(parts, engine_sleeps)
+        if engine_sleeps:
+            rows["freed by sleep"] = parts["engine weights"] + parts["KV cache"]
+        rows["besides the trainer"] = phases["update"] - standing - extra["update"]
+        rows |= {f"GPU in {phase}": phases[phase] for phase in ("rollout", "update", "optimizer step")}
+    return rows
+
+
+class MemoryMeter:
+    """Measure the rows of planned_rows() on this rank's GPU; `largest` holds the most bytes of each row.
+
+    A meter begins when the engine is ready and the trainer is not. torch counts an engine's tensors even
+    while the engine sleeps, so the trainer's bytes are the allocated ones beyond those of that moment.
+    """
+
+    def __init__(self):
+        self.engine_bytes = torch.cuda.memory_allocated()
+        self.used = 0  # bytes of the GPU in use at the end of the last phase
+        self.largest: dict[str, int] = {}
+
+    def note(self, row: str, num_bytes: int) -> None:
+        """Keep the largest value of a row."""
+        self.largest[row] = max(num_bytes, self.largest.get(row, 0))
+
+    def end_phase(self, phase: str) -> None:
+        """Note the peaks since the last call, which are those of a phase of runtime.metrics.Clock."""
+        free, total = torch.cuda.mem_get_info()
+        used_before = self.used
+        self.used = total - free
+        trainer = torch.cuda.max_memory_allocated() - self.engine_bytes
+        on_gpu = self.used + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        if phase == "rollout":
+            self.note("trainer between updates", torch.cuda.memory_allocated() - self.engine_bytes)
+        elif phase == "deal":  # follows the rollout, after RolloutEngine.sleep()
+            self.note("freed by sleep", used_before - self.used)
+        else:
+            self.note(f"trainer in {phase}", trainer)
+        if phase == "update":
+            self.note("besides the trainer", on_gpu - trainer)
+        self.note(f"GPU in {phase}", on_gpu)
+
+    def watch(self, trainer) -> None:
+        """Tell activations, backward pass and optimizer step apart. trainer: DeepSpeed's engine."""
+        before = 0
+
+        def start(*_) -> None:
+            nonlocal before
+            before = torch.cuda.memory_allocated()
+
+        def end(*_) -> None:
+            if torch.is_grad_enabled():
+                self.note("activations", torch.cuda.memory_allocated() - before)
+
+        trainer.module.register_forward_pre_hook(start)
+        trainer.module.register_forward_hook(end)
+        take_step = trainer.step
+
+        def step(*args, **options) -> None:
+            self.end_phase("update")
+            take_step(*args, **options)
+            self.end_phase("optimizer step")
+
+        trainer.step = step
 
 
 @contextlib.contextmanager

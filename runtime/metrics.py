@@ -429,6 +429,7 @@ class Clock:
         self.total = total
         self.step = {}  # seconds by phase in the current step
         self.now = ("start", str)  # (phase, function that describes the work), read by the watchdog's thread
+        self.on_end: Callable[[str], object] = str  # called with the name of a phase that ends
 
     @contextlib.contextmanager
     def __call__(self, phase: str, work: Callable[[], str] = str):
@@ -436,6 +437,7 @@ class Clock:
         self.now = (phase, work)
         yield
         self.now = (f"after {phase}", str)
+        self.on_end(phase)
         elapsed = time.perf_counter() - start
         self.step[phase] = self.step.get(phase, 0.0) + elapsed
         self.total[phase] = self.total.get(phase, 0.0) + elapsed

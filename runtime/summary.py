@@ -36,10 +36,12 @@ def comparable(state: "TrainState") -> tuple[dict[str, float], dict[str, float]]
     return first, {key: value for key, value in last.items() if key in first} if first else last
 
 
-def write_summary(run_dir: Path, state: "TrainState") -> None:
+def write_summary(
+    run_dir: Path, state: "TrainState", gpu_memory: dict[str, dict[str, int | None]] | None = None
+) -> None:
     """Write run_dir/summary.json. Evaluation figures are means over the held-out sets of comparable().
 
-    A figure that was not measured is null.
+    A figure that was not measured is null. gpu_memory: {row of the plan: planned and measured bytes}.
     """
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     grad_norms = [row.get("grad_norm", 0.0) for row in rows if "learning_rate" in row]
@@ -58,6 +60,7 @@ def write_summary(run_dir: Path, state: "TrainState") -> None:
         "account": state.account,
         "seconds_by_phase": state.seconds,
         "peak_rss_bytes": state.peak_rss_bytes,
+        "gpu_memory": gpu_memory,
         "accuracy_by_difficulty_before": by_difficulty(first_eval),
         "accuracy_by_difficulty_after": by_difficulty(last_eval),
     }
@@ -139,6 +142,10 @@ def print_summary(run_dir: Path) -> None:
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in summary["seconds_by_phase"].items())
     print(f"  seconds                      {total:6.1f}   {phases}")
     print(f"  peak memory of all ranks     {summary['peak_rss_bytes'] / 2**30:6.2f}   GiB")
+    for row, memory in (summary.get("gpu_memory") or {}).items():
+        measured = memory["measured"]
+        text = figure(None if measured is None else measured / 2**30, ".2f")
+        print(f"    {row:<26} {memory['planned'] / 2**30:6.2f}   GiB of a GPU planned, {text} measured")
     for name, text in (
         ("curves.png", "score and accuracy"), ("tensorboard", "tensorboard --logdir"),
         ("metrics.jsonl", "every metric"),

@@ -840,11 +840,11 @@ def test_memory_of_a_large_model_by_part():
     def gib(parts):
         return [round(value / 2**30, 1) for value in parts.values()]
 
-    assert gib(plan(1, 8)) == [9.6, 19.2, 14.2, 28.4, 0.0, 0.0, 11.4, 4.1, 6.8, 1.9]
+    assert gib(plan(1, 8)) == [9.6, 19.2, 14.2, 28.4, 0.0, 0.0, 6.2, 5.1, 4.1, 6.8, 1.9]
     # ZeRO 2: gradients in updates only; 0.9 GiB of its buffer, twice, beside the backward of the head
-    assert gib(plan(2, 16)) == [9.6, 0.0, 7.1, 14.2, 0.0, 7.1, 11.4, 6.0, 0.0, 1.9]
+    assert gib(plan(2, 16)) == [9.6, 0.0, 7.1, 14.2, 0.0, 7.1, 6.2, 5.1, 6.0, 0.0, 1.9]
     without_checkpointing = settings.model_copy(update={"activation_checkpointing": False})
-    assert plan(1, 8, without_checkpointing)["activations"] > 15 * plan(1, 8)["activations"]
+    assert plan(1, 8, without_checkpointing)["activations"] > 25 * plan(1, 8)["activations"]
     asleep, awake = (trainer_bytes(plan(1, 8), sleeps) for sleeps in (True, False))
     assert round(asleep / 2**30, 1) == 75.5 and round((awake - asleep) / 2**30, 1) == 15.5
     with_reference = plan(1, 8, with_reference=True)

@@ -5,11 +5,14 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
+from fake_cuda import FakeCuda
 from fake_ranks import FakeRanks
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -18,6 +21,8 @@ import memory_plan
 import moe_model
 from configure import load_config
 from experiments import plan
+from runtime import summary
+from runtime.checkpoint import TrainState
 from runtime.memory import (
     CONTEXT_BYTES,
     GIB,
@@ -27,6 +32,7 @@ from runtime.memory import (
     fixed_segments,
     free_memory,
     node_memory,
+    planned_rows,
     return_freed_memory,
     trainer_bytes,
     why_too_small,
@@ -196,6 +202,17 @@ def test_permanent_memory_is_counted_by_parameter(zero_stage):
     assert {name: parts[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "dtype, zero_stage, held", [("float32", 1, 0), ("bfloat16", 1, 1), ("float32", 2, 0)]
+)
+def test_only_bfloat16_under_zero_1_holds_gradients_between_updates(dtype, zero_stage, held):
+    parts = make_task(f"model.dtype={dtype}", f"train.zero_stage={zero_stage}", model="Qwen3-0.6B").parts
+    sums = {"gradients": held * 4 * 596_049_920, "gradients in an update": (1 - held) * 4 * 596_049_920}
+    if zero_stage == 2:
+        sums["gradients in an update"] //= 8
+    assert {name: parts[name] for name in sums} == sums
+
+
 def test_a_micro_batch_holds_at_least_one_row():
     limits = ("rollout.max_prompt_tokens=1000", "rollout.max_new_tokens=7000")
     activations = {
@@ -218,6 +235,7 @@ def test_memory_of_a_reference_model_and_of_a_sync():
 PARTS = {
     "weights": 10, "gradients": 20, "master weights": 5, "AdamW": 6, "reference": 0, "activations": 8,
     "gradients in an update": 0, "on the way back": 2, "optimizer step": 7, "sync buffers": 3,
+    "recomputed layer": 0,
     "engine weights": 11, "engine workspace": 1, "KV cache": 30,
 }  # fmt: skip
 
@@ -260,6 +278,53 @@ def test_the_phase_that_does_not_fit_is_named(parts, total, needed, sleeps, word
     reason = why_too_small(parts, sleeps, total + CONTEXT_BYTES + margin, needed)
     assert (reason is None) if not words else (words in reason)
     assert not (parts is LARGE and "KV cache" in reason), "a sleeping engine has no KV cache"
+
+
+# ---- measured peaks beside the plan ----
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gradients": 0, "gradients in an update": 20}, {"activations": 5, "recomputed layer": 3},
+     {"reference": 10, "on the way back": 40, "communicators": 5}],
+)  # fmt: skip
+def test_a_run_that_takes_its_planned_memory_measures_the_rows_of_the_plan(changes, sleeps, monkeypatch):
+    parts = PARTS | changes
+    cuda = FakeCuda(parts, sleeps).install(monkeypatch)
+    meter = cuda.run(num_steps=2)
+    planned = planned_rows(parts, sleeps)
+    assert {row: meter.largest[row] for row in planned} == planned
+    cuda = FakeCuda(parts | {"activations": 100}, sleeps).install(monkeypatch)
+    measured = cuda.run(num_steps=2).largest
+    higher = {row for row in planned if measured[row] > planned[row]}
+    assert higher == {"activations", "trainer in update", "GPU in update"}
+
+
+def test_a_run_on_a_gpu_ends_with_measured_peaks_beside_the_plan(tmp_path, monkeypatch, capsys):
+    settings = ("train.zero_stage=2", "rollout.max_new_tokens=1024", "rollout.kv_cache_gib=4")
+    task = make_task(*FITTING, *settings)
+    parts, _ = memory_plan.plan_memory(task.config, task.model, 64, 80 * GIB)
+    FakeRanks(64).install(monkeypatch)
+    monkeypatch.setattr(dist, "all_gather_object", lambda gathered, item: gathered.__setitem__(5, item))
+    meter = FakeCuda(parts | {"sync buffers": 9 * GIB}, True, 80 * GIB).install(monkeypatch).run(num_steps=2)
+    del meter.largest["freed by sleep"]
+    line = memory_plan.check_memory(task.config, task.model, 64, node=None)
+    policy = SimpleNamespace(config=task.model)
+    memory = lifecycle.gpu_memory(SimpleNamespace(meter=meter, stage_configs=[task.config], policy=policy))
+    kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
+    account = {f"prompts_{kind}": 0 for kind in kinds}
+    account |= {f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")}
+    (tmp_path / "metrics.jsonl").write_text("")
+    summary.write_summary(tmp_path, TrainState(account=account), memory)
+    rows = json.loads((tmp_path / "summary.json").read_text())["gpu_memory"]
+    summary.print_summary(tmp_path)
+    printed = capsys.readouterr().out
+    for row, num_bytes in planned_rows(parts, True).items():
+        planned = f"{num_bytes / GIB:.2f}"
+        assert rows[row]["planned"] == num_bytes and f"{row} {planned}" in line
+        assert re.search(rf"{row} +{planned} .* planned", printed)
+    assert "weights 9.62" in line and rows["freed by sleep"]["measured"] is None
+    assert re.search("freed by sleep.*not measured", printed)
+    assert rows["trainer in sync"]["measured"] - rows["trainer between updates"]["planned"] == 9 * GIB
 
 
 def test_plan_and_engine_divide_a_gpu_alike():
@@ -896,6 +961,8 @@ def test_memory_of_updates_on_cpus_is_within_a_tenth_of_measurements(tmp_path):
     done = preloaded.run(1, *arguments, env={"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"})
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(result_file.read_text())
-    assert result["predicted"] == pytest.approx(result["measured"], rel=0.1)
+    for row in ({"measured": result["measured"], "predicted": result["predicted"]}, *result["rows"].values()):
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.1)
+    assert len(result["rows"]) == 4
     elements = result["parts"]["master weights"] / 4  # DeepSpeed partitions as many, except for padding
     assert sum(result["shares"]) == pytest.approx(elements, rel=1e-4)

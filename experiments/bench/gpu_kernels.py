@@ -305,11 +305,12 @@ def update(out: Path, dry: bool) -> Report:
 def planned_activations(moe_model, work: Work, checkpointing: bool) -> int:
     """Return the bytes that an update adds to the weights on one GPU, by memory_plan.memory_by_part()."""
     from memory_plan import memory_by_part  # after policy_module(), which replaces libraries that are missing
+    from runtime.memory import extra_bytes
 
     dtype = "float32" if work.device.type == "cpu" else "bfloat16"
     settings = moe_model.ModelSettings(dtype=dtype, activation_checkpointing=checkpointing)
     parts = memory_by_part(work.policy.config, settings, 1, 1, work.tokens)
-    return parts["activations"] + parts["on the way back"]
+    return extra_bytes(parts)["update"]
 
 
 def long(out: Path, dry: bool) -> Report:

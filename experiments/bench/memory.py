@@ -4,10 +4,11 @@
     torchrun --nproc-per-node=2 -m experiments.bench.memory --case experts=16,ep=2,dtype=bfloat16
 
 A rank makes a random model, wraps the model in DeepSpeed and takes two steps of two micro-batches each. The
-measured value is the peak resident memory (VmHWM) minus the resident memory before the model is made,
-averaged over ranks. Three precautions: the allocator returns freed memory at once; an update of a tiny model
-comes first, so that libraries are loaded; and oneDNN's primitive cache is off, because the cache keeps the
-products of every shape, which happens on CPUs only.
+second step gives the rows of runtime.memory.planned_rows(): resident memory after a forward pass, its peaks
+(VmHWM) up to the end of the backward passes and in the optimizer step, and afterwards. The memory before the
+model is made is subtracted, and values are means over ranks. Three precautions: the allocator returns freed
+memory at once; an update of a tiny model comes first, so that libraries are loaded; and oneDNN's primitive
+cache is off, because the cache keeps the products of every shape, which happens on CPUs only.
 """
 
 import argparse
@@ -54,6 +55,11 @@ def read_status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
+def reset_peak() -> None:
+    """Let VmHWM start again from the resident memory of this moment."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def model_of(case: SimpleNamespace, **smaller: int):
     """Return the configuration of a case's model; smaller: sizes to override."""
     from transformers import Qwen3Config, Qwen3MoeConfig
@@ -70,8 +76,12 @@ def model_of(case: SimpleNamespace, **smaller: int):
     return Qwen3MoeConfig(**sizes, num_experts=size.experts, **moe_sizes)
 
 
-def update(config, case: SimpleNamespace, tokens: int, group) -> list[int]:
-    """Take two steps of two micro-batches; return the elements that the rank updates in each group."""
+def update(config, case: SimpleNamespace, tokens: int, group) -> tuple[list[int], dict[str, int]]:
+    """Take two steps of two micro-batches; return the elements that the rank updates in each group.
+
+    The second result holds the bytes of each measured row.
+    """
+    resident = read_status("VmRSS")
     import torch
 
     import moe_model
@@ -90,24 +100,32 @@ def update(config, case: SimpleNamespace, tokens: int, group) -> list[int]:
         grad_reduce_dtype="model",
     )  # fmt: skip
     engine = moe_model.deepspeed_engine(policy, settings)
+    rows = {}
     for _ in range(2):
+        reset_peak()
         for _ in range(2):
             ids = torch.randint(config.vocab_size, (tokens // case.length, case.length + 1)).tolist()
             packed = moe_model.pack([row[:1] for row in ids], [row[1:] for row in ids], "cpu")
+            before = read_status("VmRSS")
             logprobs, *_ = engine(packed)
+            rows["activations"] = read_status("VmRSS") - before
             engine.backward(-logprobs.mean(), scale_wrt_gas=False)
             del logprobs, packed
             gc.collect()
+        rows["trainer in update"] = read_status("VmHWM") - resident
+        reset_peak()
         engine.step()
+        rows["trainer in optimizer step"] = read_status("VmHWM") - resident
+        rows["trainer between updates"] = read_status("VmRSS") - resident
     shares = [
         p.numel() for param_group in engine.optimizer.optimizer.param_groups for p in param_group["params"]
     ]
     engine.destroy()
-    return shares
+    return shares, rows
 
 
 def measure(case: SimpleNamespace) -> dict:
-    """Return measured and predicted bytes of a case. Collective."""
+    """Return measured and predicted bytes of a case, in total and by row. Collective."""
     libc = ctypes.CDLL("libc.so.6")
     for option, value in ((MMAP_THRESHOLD, 1 << 16), (TRIM_THRESHOLD, 0)):
         libc.mallopt(option, value)
@@ -116,18 +134,16 @@ def measure(case: SimpleNamespace) -> dict:
 
     import memory_plan
     import moe_model
-    from runtime.memory import peak_bytes
+    from runtime.memory import planned_rows
     from settings import ModelSettings
 
     moe_model.init_deepspeed()
     group = moe_model.create_expert_parallel_group(case.ep, case.experts)
     update(model_of(case, hidden=64, layers=1, width=64, vocab=512), case, case.length, group)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     config = model_of(case)
-    resident = read_status("VmRSS")
-    shares = update(config, case, case.tokens, group)
-    measured = torch.tensor(float(read_status("VmHWM") - resident))
+    shares, rows = update(config, case, case.tokens, group)
+    measured = torch.tensor([float(num_bytes) for num_bytes in rows.values()])
     dist.all_reduce(measured)
     ranks = dist.get_world_size()
     settings = ModelSettings(
@@ -136,27 +152,34 @@ def measure(case: SimpleNamespace) -> dict:
     parts = memory_plan.memory_by_part(config, settings, case.zero, ranks, case.tokens, on_gpu=False)
     parts["sync buffers"] = 0  # no engine runs here
     libraries = LIBRARY_BYTES if case.dtype == "bfloat16" else 0
-    return {
-        "measured": measured.item() / ranks, "predicted": peak_bytes(parts) + libraries, "parts": parts,
-        "shares": shares, "parameters": sum(moe_model.parameter_counts(config)), "ranks": ranks,
+    planned = planned_rows(parts, engine_sleeps=False)
+    of_rows = {
+        row: {"measured": num_bytes / ranks, "predicted": planned[row] + libraries * (row != "activations")}
+        for row, num_bytes in zip(rows, measured.tolist(), strict=True)
+    }
+    total = {key: max(row[key] for row in of_rows.values()) for key in ("measured", "predicted")}
+    return total | {
+        "rows": of_rows, "parts": parts, "shares": shares, "ranks": ranks,
+        "parameters": sum(moe_model.parameter_counts(config)),
     }  # fmt: skip
 
 
 def run_all(cases: tuple[str, ...], path: Path | None) -> None:
-    """Measure cases, each in new processes, and print a table row for each."""
+    """Measure cases, each in new processes, and print the measured rows of each."""
     from experiments.bench.common import markdown, run_ranks, write_results
 
-    names = ["case", "million parameters", "measured, MiB", "predicted, MiB", "ratio"]
+    names = ["case", "million parameters", "row", "measured, MiB", "predicted, MiB", "ratio"]
     print("\n".join(markdown(names, [])), flush=True)
     results = {}
     for name in cases:
         result = results[name] = run_ranks(
             "experiments.bench.memory", read_case(name).ranks, ["--case", name]
         )
-        measured, predicted = (f"{result[key] / 2**20:,.0f}" for key in ("measured", "predicted"))
-        ratio = f"{result['predicted'] / result['measured']:.3f}"
-        row = [name, f"{result['parameters'] / 1e6:.0f}", measured, predicted, ratio]
-        print(markdown(names, [row])[-1], flush=True)
+        for row, of_row in result["rows"].items():
+            measured, predicted = (f"{of_row[key] / 2**20:,.0f}" for key in ("measured", "predicted"))
+            ratio = f"{of_row['predicted'] / of_row['measured']:.3f}"
+            cells = [name, f"{result['parameters'] / 1e6:.0f}", row, measured, predicted, ratio]
+            print(markdown(names, [cells])[-1], flush=True)
         write_results(path, results)
 
 
