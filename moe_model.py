@@ -1033,10 +1033,10 @@ def load_config(folder: str | Path) -> PretrainedConfig:
 # ------------------------------------------------------------------------------------------------------------
 # Weights under Hugging Face's names
 # ------------------------------------------------------------------------------------------------------------
-def generator_of(seed: int, name: str) -> torch.Generator:
-    """Return the random numbers of a parameter, which depend on nothing but the seed and the name."""
+def generator_of(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return the random numbers of a parameter, which depend on the seed, the name and the kind of device."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
 
 
 def random_weights(policy: Policy, seed: int) -> None:
@@ -1046,10 +1046,11 @@ def random_weights(policy: Policy, seed: int) -> None:
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
                 continue
-            generator = generator_of(seed, name)
+            generator = generator_of(seed, name, parameter.device)
             first, count = local_experts(policy, parameter)
             full_shape = (num_experts_of(policy.config), *parameter.shape[1:]) if count else parameter.shape
-            full = torch.randn(full_shape, generator=generator) * policy.config.initializer_range
+            full = torch.randn(full_shape, generator=generator, device=parameter.device)
+            full *= policy.config.initializer_range
             parameter.copy_(full[first : first + count] if count else full)
 
 
