@@ -26,9 +26,13 @@ from model_suites import (
     MICRO_BATCHES,
     RESUME_CASES,
     STEP_CASES,
+    backward,
     dispatch_inputs,
     gradients_after_another_choice,
     own_names,
+    packed_batch,
+    policy_like,
+    reference_logprobs,
     tiny_batch,
     tiny_config,
     tiny_model,
@@ -54,30 +58,6 @@ PARITY = 1e-5  # explained above
 # ------------------------------------------------------------------------------------------------------------
 # Helpers
 # ------------------------------------------------------------------------------------------------------------
-def policy_like(hf) -> Policy:
-    """Make a policy with the weights of a transformers model."""
-    policy = Policy(hf.config)
-    policy.load_state_dict(own_names(hf.state_dict().items()))
-    return policy
-
-
-def packed_batch(batch=None) -> moe_model.PackedSequences:
-    batch = batch or tiny_batch()
-    return pack(batch.prompt_ids, batch.completion_ids, "cpu")
-
-
-def reference_logprobs(hf, batch, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-    """Return log-probabilities and entropies of each completion, one sequence at a time."""
-    logprobs, entropies = [], []
-    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids):
-        logits = hf(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0] / temperature
-        logp = logits - logits.logsumexp(dim=-1, keepdim=True)
-        logp = logp[len(prompt) - 1 : len(prompt) - 1 + len(completion)]  # predicted by the token before
-        logprobs.append(logp.gather(1, torch.tensor(completion, dtype=torch.int64).unsqueeze(1)).squeeze(1))
-        entropies.append(-(logp.exp() * logp).sum(dim=-1))
-    return logprobs, entropies
-
-
 def block_of(layer) -> torch.nn.Module:
     """Return the MLP or MoE block of a layer of transformers."""
     return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
@@ -87,10 +67,6 @@ def pop_gradients(module) -> dict[str, Tensor]:
     gradients = own_names((name, p.grad) for name, p in module.named_parameters())
     module.zero_grad(set_to_none=True)
     return gradients
-
-
-def backward(logprobs: Tensor, batch, step: int = 0) -> None:
-    (-(torch.cat(batch.weights[step]) * logprobs).sum() / batch.num_targets).backward()
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float, alive: float = 0.0) -> None:
