@@ -88,11 +88,11 @@ def special_tokens(tokenizer) -> list[str]:
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float, what: str = "the chat template") -> Iterator[None]:
     """Raise TimeoutError in the main thread after some seconds of a with block; no limit in other threads."""
 
     def stop(number, frame):
-        raise TimeoutError(f"the chat template has not ended after {seconds:g} s")
+        raise TimeoutError(f"{what} has not ended after {seconds:g} s")
 
     if threading.current_thread() is not threading.main_thread():
         yield

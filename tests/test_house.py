@@ -364,7 +364,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 910,
     "words of Markdown, tests/campaign": 539,
     "words of Markdown, the root": 4600,
-    "lines of Python, data": 4390,
+    "lines of Python, data": 4560,
     "lines of Python, examples": 80,
     "lines of Python, experiments": 10050,
     "lines of Python, extras": 1310,
@@ -373,7 +373,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, tests": 31700,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 11450,
-    "lines of Python, verifiers": 3270,
+    "lines of Python, verifiers": 3280,
 }
 
 
