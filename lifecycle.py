@@ -900,7 +900,7 @@ def evaluation_texts(run: Run, completions: list[Completion], verdicts: list[Ver
                     "temperature": 0,
                 }
                 row |= {key: getattr(prompt, key) for key in ("answer", "kind", "difficulty")}
-                row |= {"prompt": prompt.text, "completion": text, **asdict(verdict)}
+                row |= {"prompt": prompt.text, "completion": prompt.prefix + text, **asdict(verdict)}
                 length = len(completion.token_ids)
                 rows.append(row | {"num_tokens": length, "finish_reason": completion.finish_reason})
     gathered: list[list[dict]] = [[]] * dist.get_world_size()

@@ -125,9 +125,10 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
         reply = run(question)
 
 
-def _opening(fields: dict) -> str:
-    """Return the tag that opens the completion's thought in the prompt, or ""."""
-    return opened_thought(fields["prompt"]) if isinstance(fields.get("prompt"), str) else ""
+def _opening(fields: dict, prefix: str = "") -> str:
+    """Return the tag that opens the completion's thought in the prompt before the prefix, or ""."""
+    prompt = fields.get("prompt")
+    return opened_thought(prompt.removesuffix(prefix)) if isinstance(prompt, str) else ""
 
 
 async def _verify(
@@ -326,6 +327,7 @@ class Scoring(Task[Verdict]):
     answer: str
     fields: dict
     opening: str = ""  # tag that opens the thought at the end of the prompt
+    prefix: str = ""  # data.answer_prefix, which the verifier reads before the completion
 
     reply_type = Verdict
 
@@ -350,7 +352,7 @@ class Scoring(Task[Verdict]):
         """Return the task with the fields that the kind reads."""
         names = [] if self.is_fast else traits.fields
         fields = {name: value for name, value in self.fields.items() if names is None or name in names}
-        return [self.kind, self.completion, self.answer, fields, self.opening]
+        return [self.kind, self.completion, self.answer, fields, self.opening, self.prefix]
 
     def prepare(self) -> Traits:
         """Import the verifiers and functions of the kind; run() reports an import that fails."""
@@ -379,7 +381,7 @@ class Scoring(Task[Verdict]):
 
     async def run(self, worker: Worker) -> Verdict:
         """Score the completion."""
-        text = worker.decode(self.completion)
+        text = self.prefix + worker.decode(self.completion)
         try:
             return await _verify(
                 self.kind, text, self.answer, self.fields, worker.code_limits, self.opening, **worker.scales
@@ -399,7 +401,7 @@ class Scoring(Task[Verdict]):
         verdicts = {}
         for _, term in parts_of(self.kind):
             reference = as_completion(term, self.answer)
-            control = yield replace(self, kind=term, completion=reference, opening="")
+            control = yield replace(self, kind=term, completion=reference, opening="", prefix="")
             if control.failed and term == self.kind:
                 return verdict
             is_certain = term == self.kind and OF_CPU_TIME in verdict.detail
@@ -484,18 +486,19 @@ class RewardPool(WorkerPool[Verdict]):
         answer: str,
         fields: dict | None = None,
         task: type[Scoring] = Scoring,
+        prefix: str = "",
     ) -> None:
         """Queue one completion, see WorkerPool.put().
 
         A completion may be a list of token ids if the pool has a tokenizer; special tokens are dropped.
         fields: {name: JSON value} of prompt, messages and columns; a worker gets the fields that its kind
-        takes.
+        takes. prefix: data.answer_prefix, the end of fields["prompt"], with which the judged text begins.
         """
         _check(kind, completion, answer, (str, list))
         if isinstance(completion, list) and not self.options.tokenizer:
             raise ValueError("token ids need a pool with a tokenizer; pass tokenizer= or text")
         fields = fields or {}
-        self.put(key, task(kind, completion, answer, fields, _opening(fields)))
+        self.put(key, task(kind, completion, answer, fields, _opening(fields, prefix), prefix))
 
     def _finish(self, item, reply) -> None:
         super()._finish(item, reply)

@@ -171,4 +171,4 @@ def submit(run: Run, key: Hashable, prompt: Prompt, completion: Completion) -> N
     if run.config.reward.decode == "engine":
         completion_or_text = run.tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
     fields = prompt.fields | completion.fields
-    run.pool.submit(key, prompt.kind, completion_or_text, prompt.answer, fields)
+    run.pool.submit(key, prompt.kind, completion_or_text, prompt.answer, fields, prefix=prompt.prefix)

@@ -797,6 +797,11 @@ class DataSettings(Section):
     chat_template_args: dict[str, Any] = setting(
         {}, "arguments of the chat template, for example {enable_thinking: false}"
     )
+    answer_prefix: Text = setting(
+        "",
+        "text that opens every completion, for example Answer: (a prefill of the assistant's turn). It is "
+        "part of the prompt for the policy, and part of the text for verifiers, judges and pages",
+    )
     date: Annotated[str, BeforeValidator(iso_date)] | None = setting(
         None,
         "date that a chat template writes, for example the templates of Llama 3.2 and Granite 3, as "

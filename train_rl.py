@@ -1281,6 +1281,7 @@ def add_rewards(run: Run, batch: RolloutBatch) -> dict[str, tuple[float, float]]
     ids = batch.answer_ids if run.judge else []
     # batch_decode([]) would return one empty text
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+    texts = [prompt.prefix + text for prompt, text in zip(batch.prompts, texts)]
     rewards = compute_rewards(batch, run.judge, texts, run.config)
     batch.rewards, batch.valid = refuse_nonfinite_rewards(
         rewards, batch.valid, batch, run.config, run.state.step

@@ -218,7 +218,7 @@ def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, prog
     def submit(index: int, completion: Completion) -> None:
         prompt = prompts[index // args.samples]
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        pool.submit(index, prompt.kind, text, prompt.answer, prompt.fields)
+        pool.submit(index, prompt.kind, text, prompt.answer, prompt.fields, prefix=prompt.prefix)
         pool.poll()
         progress.update(dist.get_world_size())  # estimate: the other ranks progress at the same speed
 
@@ -367,6 +367,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     add("--chat", choices=["auto", "always", "never"], help="render with the chat template (default: auto)")
     add("--system-prompt", help="system message for rendered prompts that lack one")
     add("--chat-template-args", metavar="YAML", help='for example "{enable_thinking: false}"')
+    add("--answer-prefix", help="text that opens every completion, see data.answer_prefix")
     add("--date", help="date that the chat template writes (default: the output's, or today)")
     add("--on-bad-row", choices=["stop", "drop"], help="stop at a bad row, or drop it (default: stop)")
     add("--special-tokens", action="store_true", default=None, help="allow special tokens in messages")

@@ -352,7 +352,8 @@ def sample(engine, pool, interaction, tokenizer, tasks: list[Task], args, settin
         texts[index] = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         if completion.verdict is None:
             answer = tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
-            pool.submit(index, prompt.kind, answer, prompt.answer, {**prompt.fields, **completion.fields})
+            fields = {**prompt.fields, **completion.fields}
+            pool.submit(index, prompt.kind, answer, prompt.answer, fields, prefix=prompt.prefix)
         progress.update(
             int(os.environ["WORLD_SIZE"])
         )  # an estimate: all ranks advance at about the same pace
@@ -379,7 +380,7 @@ def row_of(
         "prompt_index": task.prompt_index, "source": prompt.source, "kind": prompt.kind,
         "difficulty": prompt.difficulty, "prompt": prompt.text, "messages": prompt.messages,
         "answer": prompt.answer, "sample": number,
-        "temperature": temperature, "completion": text, **asdict(verdict),
+        "temperature": temperature, "completion": prompt.prefix + text, **asdict(verdict),
         "num_tokens": len(completion.token_ids), "finish_reason": completion.finish_reason,
         "prompt_ids": task.prompt_ids, "token_ids": completion.token_ids,
         "rollout_logprobs": of_sampled(completion.logprobs, completion.sampled_mask),
@@ -763,8 +764,8 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
 
 
 TRAINED_WITH = (
-    "data.chat", "data.system_prompt", "data.chat_template_args", "data.tools", "data.environment",
-    "rollout.stop", "rollout.max_turns", "reward.binary",
+    "data.chat", "data.system_prompt", "data.chat_template_args", "data.answer_prefix", "data.tools",
+    "data.environment", "rollout.stop", "rollout.max_turns", "reward.binary",
 )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_a_bad_row_is_an_error_with_a_reason(answer, word):
     assert reply.status == "error" and word in reply.detail and not reply.by_text
 
 
-def test_the_start_tries_references_in_the_pool():
+def test_the_start_tries_references_in_the_pool_and_a_prefix_opens_completions():
     """A reference that the verifier refuses is left out; the others are counted by task."""
     good = rows_of("gcd")[0]["answer"]
     bad = json.dumps({"task": "word_sorting", "answer": "b", "metadata": {"sorted_words": ["a"]}})
@@ -121,7 +121,17 @@ def test_the_start_tries_references_in_the_pool():
     comparisons: dict = {}
     with reward.RewardPool(1) as pool:
         assert set(reward.impossible_references(pool, rows, comparisons=comparisons)) == {1, 2}
-    assert comparisons == {0: ("gcd", reasoning_gym.reference_of(good))}
+        assert comparisons == {0: ("gcd", reasoning_gym.reference_of(good))}
+        cases = {  # (prompt, prefix, completion): reward
+            ("x\nAnswer:", "Answer:", " 4\nbecause"): 1, ("x\n", "", " 4\nbecause"): 0,
+            ("<think>\nAnswer:", "Answer:", " 4"): 0, ("<think>a</think>", "</think>", "4"): 1,
+            ("<think>\n", "<think>\n", "5</think>4"): 1, ("<think>\n", "<think>\n", "4"): 0,
+        }  # fmt: skip
+        answer = row_of("gcd", "4")["answer"]
+        for key in cases:
+            prompt, prefix, completion = key
+            pool.submit(key, "reasoning_gym", completion, answer, {"prompt": prompt}, prefix=prefix)
+        assert {key: verdict.reward for key, verdict in pool.collect().items()} == cases
 
 
 def test_the_command_writes_disjoint_sets(tmp_path, capsys):
