@@ -318,7 +318,6 @@ TOP_ENTROPY = "experiments/plugins/top_entropy.py:top_entropy"
 TOPK = "centering.topk=8"
 REFUSED = [
     ("rollout.max_turns=3", "rollout.max_turns 3", "data.tools"),
-    ("data.answer_prefix=A data.tools=[verifiers.tools:python]", "data.answer_prefix", "data.tools"),
     ("zero_variance.probe_size=8 rollout.group_size=8", "zero_variance.probe_size 8", "rollout.group_size 8"),
     ("zero_variance.probe_size=9 rollout.group_size=8", "zero_variance.probe_size 9", "rollout.group_size 8"),
     ("zero_variance.refill=true", "zero_variance.refill True", "zero_variance.drop"),

@@ -19,7 +19,15 @@ from tokenizers import AddedToken, normalizers
 
 from data import gsm8k, math_sets, random_model
 from data.formats import load_tables
-from data.prompts import DataSettings, Prompt, PromptSource, check_disjoint, load_prompts, save_prompts
+from data.prompts import (
+    DataSettings,
+    Prompt,
+    PromptSource,
+    check_data,
+    check_disjoint,
+    load_prompts,
+    save_prompts,
+)
 from data.stream import digest_of, load_sets, mixture_of, prompts_of_step, tokenize
 from verifiers.math import last_boxed
 
@@ -759,6 +767,9 @@ def test_an_answer_prefix_ends_every_prompt(tmp_path, tokenizer, chat):
             (p.question, p.messages, p.conversation) for p in plain
         ]
         assert {prompt.prefix for prompt in prompts} == {prefix}
+    for turns in ({"tools": ["verifiers.tools:python"]}, {"environment": "a.py:A"}):
+        with refuses("data.answer_prefix", "data.tools"):
+            check_data(DataSettings(answer_prefix="Answer:", **turns))
 
 
 ASSISTANTS = (

@@ -364,16 +364,16 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 910,
     "words of Markdown, tests/campaign": 539,
     "words of Markdown, the root": 4600,
-    "lines of Python, data": 4560,
+    "lines of Python, data": 4640,
     "lines of Python, examples": 80,
     "lines of Python, experiments": 10050,
     "lines of Python, extras": 1310,
     "lines of Python, kernels": 590,
     "lines of Python, runtime": 5250,
-    "lines of Python, tests": 31700,
+    "lines of Python, tests": 32000,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 11450,
-    "lines of Python, verifiers": 3280,
+    "lines of Python, verifiers": 3500,
 }
 
 
