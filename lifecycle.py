@@ -168,7 +168,7 @@ def set_up(config: Config) -> Run | None:
         check_ranks(stage_config, dist.get_world_size())
     lock, checkpoint, record = open_run_dir(config)
     state = state_of(record, config) if record else TrainState()
-    resolved = with_date(with_sleep(with_dtype(config, record)), record)
+    resolved = with_date(with_sleep(with_dtypes(config, record)), record)
     if is_finished(resolved, checkpoint, state):
         report_finished(resolved, checkpoint, state)
         return None
@@ -590,7 +590,8 @@ def record_launch(
 ) -> None:
     """Write the record of a launch that has passed all checks; a refused launch leaves the earlier one.
 
-    The arguments are those of prepare_run_dir() and record_data().
+    config, resolved: the settings as written, which may say auto, and without auto. The other arguments are
+    those of prepare_run_dir().
     """
     if dist.get_rank() == 0:
         run_dir = Path(config.run.dir)
@@ -598,28 +599,50 @@ def record_launch(
         digests = {
             name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
         }
-        record_data(run_dir, digests, resolved.model.dtype, resolved.data.date)
+        facts: dict[str, object] = {"dtype": resolved.model.dtype, "rollout_dtype": resolved.rollout.dtype}
+        facts |= {"data": digests, "prompt_date": resolved.data.date, "products": measured_products(config)}
+        record_data(run_dir, facts)
 
 
-def with_dtype(config: Config, record: dict | None) -> Config:
-    """Return the settings with the policy's dtype in place of model.dtype auto, and print it. Collective.
+def measured_products(config: Config) -> dict[str, dict[str, float]]:
+    """Return {setting: {dtype: GFLOP/s}} of the dtypes that this processor chooses; {} on GPUs."""
+    rows = {"model.dtype": moe_model.TRAINING_ROWS, "rollout.dtype": moe_model.DECODING_ROWS}
+    is_auto = {"model.dtype": config.model.dtype == "auto", "rollout.dtype": config.rollout.dtype == "auto"}
+    is_auto["rollout.dtype"] &= config.rollout.fp8 != "on"
+    on_gpu = torch.cuda.is_available()
+    return {name: moe_model.product_rates(rows[name]) for name in rows if is_auto[name] and not on_gpu}
 
-    record: the state.json of the checkpoint to resume from, whose dtype the policy keeps. None at the first
+
+def with_dtypes(config: Config, record: dict | None) -> Config:
+    """Return the settings with dtypes in place of model.dtype and rollout.dtype auto; print them. Collective.
+
+    record: the state.json of the checkpoint to resume from, whose dtypes the run keeps. None at the first
     launch: rank 0 then chooses for all ranks, because nodes may have different processors.
     """
-    if config.model.dtype != "auto":
-        return config
-    if record:
-        resolved = with_saved_choices(config, record)
-        reason = "as in the checkpoint"
-    else:
-        on_gpu = torch.cuda.is_available()
-        dtype = from_rank_0(moe_model.policy_dtype(config.model, on_gpu))
-        resolved = with_setting(config, "model.dtype", dtype)
-        reason = "for a GPU"
-        if not on_gpu:
-            reason = f"for a CPU that multiplies bfloat16 {moe_model.bfloat16_speedup():.1f} times as fast"
-    say(f"model.dtype auto: {resolved.model.dtype} ({reason})")
+    on_gpu = torch.cuda.is_available()
+    choice = None
+    if dist.get_rank() == 0:
+        policy = moe_model.policy_dtype(config.model, on_gpu)
+        engine = moe_model.engine_dtype(config.rollout, on_gpu)
+        choice = (policy, engine, measured_products(config))
+    policy, engine, products = from_rank_0(choice)
+    resolved = with_saved_choices(config, record) if record else config
+    for name, section, dtype in (
+        ("model.dtype", config.model, policy),
+        ("rollout.dtype", config.rollout, engine),
+    ):
+        if section.dtype != "auto":
+            continue
+        reason = "for a GPU" if on_gpu else "for rollout.fp8 on"
+        if name in products:
+            rates = ", ".join(f"{key} {rate:.0f}" for key, rate in products[name].items())
+            reason = f"GFLOP/s of one core: {rates}"
+        kept = getattr(resolved, name.partition(".")[0]).dtype
+        if kept == "auto":
+            resolved = with_setting(resolved, name, dtype)
+            say(f"{name} auto: {dtype} ({reason})")
+        else:
+            say(f"{name} auto: {kept} (as in the checkpoint; a new run would take {dtype}, {reason})")
     return resolved
 
 

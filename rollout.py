@@ -36,7 +36,7 @@ from torch import Tensor
 from batch import Completion, Request
 from fp8 import FP8_QUANTIZATION, check_fp8, quantise_for_engine
 from memory_plan import CPU_BLOCK_SIZE, block_size_of, check_kv_cache, kv_bytes_per_token, memory_share
-from moe_model import is_moe_layer, num_experts_of
+from moe_model import engine_dtype, is_moe_layer, num_experts_of
 from runtime.machine import device_of_rank, fp8_toolkit
 from runtime.memory import GIB, fixed_segments
 from runtime.schedule import CacheRoom, WaitingLine
@@ -92,6 +92,7 @@ class RolloutEngine:
         set_vllm_environment(self.on_gpu, settings.fp8 == "on")
         from transformers import AutoConfig
 
+        settings = settings.model_copy(update={"dtype": engine_dtype(settings, self.on_gpu)})
         self.settings = settings
         self.max_model_len = max_model_len
         self.hf_config = AutoConfig.from_pretrained(

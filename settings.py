@@ -530,8 +530,11 @@ class RolloutSettings(Section):
         "token ids and texts that end a completion, in addition to the model's end-of-sequence tokens, for "
         'example ["</answer>"]',
     )
-    dtype: Literal["float32", "bfloat16"] = setting(
-        "bfloat16", "precision of the engine's weights and activations"
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "precision of the engine's weights and activations. auto: bfloat16 on GPUs, for fp8 on, and on CPUs "
+        "that multiply few rows at least 1.5 times as fast in bfloat16, else float32; chosen at the first "
+        "launch, and a resume keeps it.",
     )
     max_num_seqs: int | None = setting(
         None,

@@ -40,7 +40,7 @@ def seeded():
 def adapted(kind: str, hf=None, b_scale: float = 0.1, **settings) -> moe_model.Policy:
     """Make a policy with adapters whose B is random, so that they have an effect."""
     policy = policy_like(hf or tiny_model(kind))
-    config = make_config(section="lora", **({"rank": 3, "alpha": 6.0} | settings))
+    config = make_config("rollout.dtype=bfloat16", section="lora", **({"rank": 3, "alpha": 6.0} | settings))
     lora.EXTRA.check_model(config, policy.config)
     lora.EXTRA.adapt(policy, config)
     generator = torch.Generator().manual_seed(1)
@@ -52,7 +52,7 @@ def adapted(kind: str, hf=None, b_scale: float = 0.1, **settings) -> moe_model.P
 
 def through_peft(policy: moe_model.Policy, hf, folder: Path, **settings):
     """Save the adapters of a policy, and load them with peft on transformers' model."""
-    config = make_config(section="lora", **({"rank": 3, "alpha": 6.0} | settings))
+    config = make_config("rollout.dtype=bfloat16", section="lora", **({"rank": 3, "alpha": 6.0} | settings))
     lora.EXTRA.save(policy, config, folder, lora.save_file)
     return peft.PeftModel.from_pretrained(hf, folder / "adapter", is_trainable=True)
 

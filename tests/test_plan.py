@@ -68,8 +68,8 @@ def make_task(
 
 
 def test_a_plan_for_gpus_resolves_the_dtype_by_the_gpu(monkeypatch):
-    monkeypatch.setattr(moe_model, "bfloat16_speedup", lambda: 1.0)
-    assert make_task() == make_task("model.dtype=bfloat16")
+    monkeypatch.setattr(moe_model, "product_rates", lambda rows: {"float32": 1.0, "bfloat16": 1.0})
+    assert make_task() == make_task("model.dtype=bfloat16", "rollout.dtype=bfloat16")
     assert make_task().parts["weights"] * 2 == make_task("model.dtype=float32").parts["weights"]
 
 
@@ -431,7 +431,7 @@ UPCYCLED = MixtralConfig(  # four copies of SmolLM2-135M's MLPs, 373 M parameter
 def host_config(*settings: str):
     """Return the settings of the measured run of UPCYCLED."""
     return load_config([
-        "data.train=[{path: unused}]", "model.ep_size=2", "model.dtype=float32",
+        "data.train=[{path: unused}]", "model.ep_size=2", "model.dtype=float32", "rollout.dtype=bfloat16",
         "rollout.max_prompt_tokens=128", "rollout.max_new_tokens=96", "rollout.kv_cache_gib=0.25", *settings,
     ])  # fmt: skip
 
