@@ -366,7 +366,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, the root": 4600,
     "lines of Python, data": 4640,
     "lines of Python, examples": 80,
-    "lines of Python, experiments": 10050,
+    "lines of Python, experiments": 10150,
     "lines of Python, extras": 1310,
     "lines of Python, kernels": 590,
     "lines of Python, runtime": 5250,
