@@ -183,19 +183,22 @@ def set_up(config: Config) -> Run | None:
     with clock("setup"):
         models = build_engine_and_policy(resolved, data, accelerator.device, clock)
         history = PromptHistory.from_offline(data.offline_scores, launch.configs[0].rollout.group_size)
-        queue: deque[Rollout] = deque()
         if checkpoint:
-            history = resume(checkpoint, models["trainer"], history, loaded.train, resolved, queue)
+            history = resume(checkpoint, models["trainer"], history, loaded.train, resolved)
     stage = state.stage.number
-    return Run(
+    run = Run(
         config=launch.configs[stage], run_config=resolved, stage_configs=launch.configs,
         offers=launch.offers[stage], stage_offers=launch.offers, lock=lock, accelerator=accelerator,
-        clock=clock, watchdog=watchdog, state=state, history=history, queue=queue, tokenizer=launch.tokenizer,
+        clock=clock, watchdog=watchdog, state=state, history=history, queue=deque(),
+        tokenizer=launch.tokenizer,
         prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, pool=data.pool,
         interaction=data.interaction, extras=launch.extras, signals=listen(resolved),
         generation_config=read_generation_config(data.model_dir), progress=progress_bar(resolved, state),
         **models,
     )  # fmt: skip
+    if checkpoint:
+        restore_waiting(run, checkpoint)
+    return run
 
 
 @dataclass
@@ -697,13 +700,9 @@ def report_finished(config: Config, checkpoint: Path, state: TrainState) -> None
 
 
 def resume(
-    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config,
-    queue: deque[Rollout],
-) -> PromptHistory:  # fmt: skip
-    """Load the parts of a checkpoint besides the weights; return the record of the prompts.
-
-    A resume of the weights alone drops the rollouts of the queue, which are of another optimizer's policy.
-    """
+    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config
+) -> PromptHistory:
+    """Load the parts of a checkpoint besides the weights; return the record of the prompts."""
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     same_prompts = saved.pop("prompts") == digest_of(prompts)
     is_exact = resumes_exactly(config, checkpoint) and same_prompts
@@ -711,12 +710,33 @@ def resume(
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
     say(f"resumed from {checkpoint}{dropped}{fresh}")
     if is_exact:
-        load_shard(checkpoint / f"rank_{dist.get_rank():05d}.pt", trainer, queue)
+        load_shard(file_of_rank(checkpoint), trainer)
     return PromptHistory(**saved) if same_prompts else history
 
 
-def load_shard(file: Path, trainer, queue: deque[Rollout]) -> None:
-    """Restore optimizer, random numbers and queue of this rank from the rank's file of a checkpoint.
+def file_of_rank(checkpoint: Path) -> Path:
+    """Return this rank's file of a checkpoint."""
+    return checkpoint / f"rank_{dist.get_rank():05d}.pt"
+
+
+def restore_waiting(run: Run, checkpoint: Path) -> None:
+    """Take over the rollouts and the state of extras that wait for later steps in a checkpoint.
+
+    Without an exact resume they are dropped, because a fresh optimizer starts a new course.
+    """
+    saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
+    if not resumes_exactly(run.run_config, checkpoint) or saved["prompts"] != digest_of(run.prompts):
+        return
+    shard = torch.load(file_of_rank(checkpoint), map_location="cpu", weights_only=True, mmap=True)
+    waiting = copy.deepcopy(shard.get("waiting", {}))  # not in the file, which may be deleted
+    run.queue.extend(map(Rollout.restored, waiting.get("queue", [])))
+    for extra in active(run.config):
+        if (values := waiting.get("extras", {}).get(extra.name)) is not None:
+            extra.restore(run, values)
+
+
+def load_shard(file: Path, trainer) -> None:
+    """Restore the optimizer and the random numbers of this rank from the rank's file of a checkpoint.
 
     The file is mapped, because reading it whole would double the memory of the optimizer: for Qwen3-30B-A3B
     on eight GPUs, 46 GB per rank. Tensors that AdamW then holds on the host are copied one by one, so that
@@ -728,7 +748,6 @@ def load_shard(file: Path, trainer, queue: deque[Rollout]) -> None:
         on_host = {name: value for name, value in values.items() if value.device.type == "cpu"}
         values.update({name: value.clone() for name, value in on_host.items()})
     torch.set_rng_state(shard["torch_rng"])
-    queue += map(Rollout.restored, copy.deepcopy(shard.get("queue", [])))  # a copy, as above
 
 
 # ---- judge, engine, trackers, signals ----
@@ -1146,9 +1165,10 @@ def write_rank(run: Run, folder: Path) -> dict[Path, str]:
     for extra in extras:
         extra.save(run.policy, run.config, folder, writer.save_tensors)
     shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
-    if run.queue:
-        shard["queue"] = [rollout.saved() for rollout in run.queue]
-    writer.save(shard, folder / f"rank_{rank:05d}.pt")
+    extras = {e.name: values for e in active(run.config) if (values := e.saved(run)) is not None}
+    if run.queue or extras:
+        shard["waiting"] = {"queue": [rollout.saved() for rollout in run.queue], "extras": extras}
+    writer.save(shard, file_of_rank(folder))
     if rank == 0:
         writer.save(vars(run.history) | {"prompts": digest_of(run.prompts)}, folder / "history.pt")
     return writer.digests

@@ -226,7 +226,7 @@ def test_a_resume_maps_the_file_of_a_rank_and_releases_the_file(run, monkeypatch
         load_optimizer_shard(*arguments)
 
     monkeypatch.setattr(moe_model, "load_optimizer_shard", recording)
-    lifecycle.resume(file.parent, run.trainer, run.history, run.prompts, run.config, run.queue)
+    lifecycle.resume(file.parent, run.trainer, run.history, run.prompts, run.config)
     assert was_mapped == [True] and not is_mapped()
     for values, expected in zip(adamw.state.values(), saved, strict=True):
         assert values.keys() == expected.keys()
@@ -310,7 +310,7 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, capsys):
     def solved_after_resume(prompts, *settings: str) -> list[float]:
         config = make_config(*settings)
         lifecycle.refuse_other_prompts(folder, prompts, config)
-        history = lifecycle.resume(folder, None, no_history(2), prompts, config, deque())
+        history = lifecycle.resume(folder, None, no_history(2), prompts, config)
         return history.solved.tolist()
 
     assert solved_after_resume(make_prompts(2), "checkpoint.resume=weights") == [1.0, 2.0]
@@ -621,7 +621,7 @@ def test_code_in_a_pickle_of_a_checkpoint_is_refused(name, run, tmp_path):
     folder, trace = run.folder / "step_000001", tmp_path / "trace"
     torch.save({"optimizer": OpensAFile(trace)}, folder / name)
     with pytest.raises(pickle.UnpicklingError, match="open"):
-        lifecycle.resume(folder, run.trainer, run.history, run.prompts, run.config, run.queue)
+        lifecycle.resume(folder, run.trainer, run.history, run.prompts, run.config)
     assert not trace.exists()
     torch.load(folder / name, weights_only=False)["optimizer"].close()
     assert trace.exists(), "loading without weights_only would run the code"
