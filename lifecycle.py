@@ -732,7 +732,7 @@ def restore_waiting(run: Run, checkpoint: Path) -> None:
     run.queue.extend(map(Rollout.restored, waiting.get("queue", [])))
     for extra in active(run.config):
         if (values := waiting.get("extras", {}).get(extra.name)) is not None:
-            extra.restore(run, values)
+            extra.restore_rank_state(run, values)
 
 
 def load_shard(file: Path, trainer) -> None:
@@ -1165,9 +1165,9 @@ def write_rank(run: Run, folder: Path) -> dict[Path, str]:
     for extra in extras:
         extra.save(run.policy, run.config, folder, writer.save_tensors)
     shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
-    extras = {e.name: values for e in active(run.config) if (values := e.saved(run)) is not None}
-    if run.queue or extras:
-        shard["waiting"] = {"queue": [rollout.saved() for rollout in run.queue], "extras": extras}
+    states = {e.name: values for e in active(run.config) if (values := e.rank_state(run)) is not None}
+    if run.queue or states:
+        shard["waiting"] = {"queue": [rollout.saved() for rollout in run.queue], "extras": states}
     writer.save(shard, file_of_rank(folder))
     if rank == 0:
         writer.save(vars(run.history) | {"prompts": digest_of(run.prompts)}, folder / "history.pt")

@@ -199,12 +199,12 @@ class Extra:
         return 0.0
 
     # ---- checkpoints ----
-    def saved(self, run) -> Any:
+    def rank_state(self, run) -> Any:
         """Return this rank's state for a checkpoint, of plain values and tensors; None: no state."""
         return None
 
-    def restore(self, run, values: Any) -> None:
-        """Take over the state of saved(), after build()."""
+    def restore_rank_state(self, run, values: Any) -> None:
+        """Take over the values of rank_state(), after build()."""
 
 
 def active(config) -> list[Extra]:

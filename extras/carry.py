@@ -143,11 +143,11 @@ class Carry(Extra):
         age_sum, num_tokens, num_waiting = batch.extras["carry"]
         return {"token_age_mean": (age_sum, num_tokens), "carried_groups": (num_waiting, 1)}
 
-    def saved(self, run) -> list[dict]:
+    def rank_state(self, run) -> list[dict]:
         """Return the waiting groups of this rank."""
         return [asdict(waiting) for waiting in run.extras["carry"].waiting]
 
-    def restore(self, run, values: list[dict]) -> None:
+    def restore_rank_state(self, run, values: list[dict]) -> None:
         """Take over the waiting groups of a checkpoint."""
         waiting = [Waiting(Group.restored(entry["group"]), entry["age"]) for entry in values]
         run.extras["carry"].waiting = waiting

@@ -85,7 +85,7 @@ def test_every_group_is_trained_on_once_in_bounded_time(share, max_age):
                 assert len(versions) == length and versions == sorted(versions)
                 assert born[group.prompt_index] <= versions[0] <= versions[-1] <= step
         copy = make_carrying_run(share, max_age)
-        base.load("carry").restore(copy, base.load("carry").saved(run))
+        base.load("carry").restore_rank_state(copy, base.load("carry").rank_state(run))
         assert copy.extras["carry"].waiting == waiting
         train_rl.update_history(run, list(outcomes.values()))
         run.state.step += 1

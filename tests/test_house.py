@@ -367,7 +367,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, data": 4640,
     "lines of Python, examples": 80,
     "lines of Python, experiments": 10350,
-    "lines of Python, extras": 1310,
+    "lines of Python, extras": 1570,
     "lines of Python, kernels": 590,
     "lines of Python, runtime": 5250,
     "lines of Python, tests": 32000,
