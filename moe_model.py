@@ -49,6 +49,7 @@ import deepspeed
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as distributed_c10d
 import torch.nn.functional as F
+import triton
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from safetensors import SafetensorError, safe_open
@@ -58,8 +59,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
+from kernels.expert_rows import CopyRows, SumRows, WeightedSwiGLU, unsupported
 from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy, topk_logprobs
-from settings import ModelSettings, RolloutSettings, TrainSettings
+from settings import ModelSettings, TrainSettings
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -475,8 +477,14 @@ class Experts(nn.Module):
             parameter.allreduce = False
             parameter.group_name = group_name
 
-    def forward(self, x_PD: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Apply to every row its expert, a SwiGLU. Rows are sorted by expert; tokens_per_expert [e] int64."""
+    def forward(self, x_PD: Tensor, tokens_per_expert: Tensor, weights_P: Tensor | None = None) -> Tensor:
+        """Apply to every row its expert, a SwiGLU. Rows are sorted by expert; tokens_per_expert [e] int64.
+
+        weights_P: factors of the results, multiplied by a Triton kernel in the middle of the expert.
+        """
+        if weights_P is not None:
+            z_PI = self.linear(x_PD, "gate_up_proj", tokens_per_expert)
+            return self.linear(WeightedSwiGLU.apply(z_PI, weights_P), "down_proj", tokens_per_expert)
         if x_PD.is_cuda or x_PD.dtype != torch.bfloat16:
             return self.swiglu(x_PD, tokens_per_expert)
         rows_per_expert, places_P = padded_places(tokens_per_expert)
@@ -513,10 +521,12 @@ def padded_places(tokens_per_expert: Tensor) -> tuple[Tensor, Tensor]:
 def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Return x @ weight[expert of the row]^T for rows sorted by expert: [P, D], [e, O, D] -> [P, O].
 
-    Dtypes that grouped_mm refuses (float64; float32 on GPUs) and empty inputs take a loop over the experts.
+    Dtypes that grouped_mm refuses (float64; float32 on GPUs), rows that are not aligned to 16 bytes, and
+    empty inputs take a loop over the experts.
     """
     grouped_dtypes = (torch.bfloat16,) if x_PD.is_cuda else (torch.bfloat16, torch.float32)
-    if len(x_PD) and x_PD.dtype in grouped_dtypes:
+    is_aligned = all(size * x_PD.element_size() % 16 == 0 for size in weight_eOD.shape[1:])
+    if len(x_PD) and x_PD.dtype in grouped_dtypes and is_aligned:
         weight_eDO = weight_eOD.mT
         is_empty = (tokens_per_expert == 0)[:, None, None]
         # Kernels may leave the gradient of an expert without rows uninitialised. On GPUs the hook is always
@@ -552,6 +562,8 @@ class MoEBlock(MoE):
     groups._create_expert_and_data_parallel, a private function, because DeepSpeed withdrew the public
     groups.initialize(); tests/test_model.py compares updates of several ranks with those of one process.
     """
+
+    kernel = "torch"  # model.expert_kernel, see use_expert_kernel()
 
     def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None):
         nn.Module.__init__(self)
@@ -606,17 +618,23 @@ class MoEBlock(MoE):
         self.load_E = tokens_per_expert_E if self.load_E is None else self.load_E + tokens_per_expert_E
         places_P = torch.arange(len(order_P), device=x_TD.device)
         inverse_P = torch.empty_like(order_P).scatter_(0, order_P, places_P)  # place of each pair in the rows
-        rows_PD = CopyToExperts.apply(x_TD, order_P, inverse_P)
-        if self.ep_size == 1:
-            out_PD = self.experts(rows_PD, tokens_per_expert_E)
+        compute = self.experts if self.ep_size == 1 else self.experts_of_all_ranks
+        if self.kernel == "triton":
+            routes = (order_P // self.top_k, inverse_P.view(topk_ids_TK.shape))
+            rows_PD = CopyRows.apply(x_TD, *routes)
+            weights_P = TakeRows.apply(topk_weights_TK.flatten(), order_P)
+            y_TD = SumRows.apply(compute(rows_PD, tokens_per_expert_E, weights_P), *routes)
         else:
-            out_PD = self.experts_of_all_ranks(rows_PD, tokens_per_expert_E)
-        y_TD = SumOfExperts.apply(out_PD, topk_weights_TK, order_P, inverse_P)
+            rows_PD = CopyToExperts.apply(x_TD, order_P, inverse_P)
+            out_PD = compute(rows_PD, tokens_per_expert_E)
+            y_TD = SumOfExperts.apply(out_PD, topk_weights_TK, order_P, inverse_P)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
         return y_TD, topk_ids_TK
 
-    def experts_of_all_ranks(self, rows_PD: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
+    def experts_of_all_ranks(
+        self, rows_PD: Tensor, tokens_per_expert_E: Tensor, weights_P: Tensor | None = None
+    ) -> Tensor:
         """Send rows (sorted by global expert) to the ranks of their experts, and results back. Collective.
 
         Rows arrive ordered by (sending rank, local expert). The grouped product needs the order of local
@@ -633,7 +651,9 @@ class MoEBlock(MoE):
         local_ids = torch.arange(self.num_local_experts, device=rows_PD.device).repeat(self.ep_size)
         ids_P = torch.repeat_interleave(local_ids, received_re.flatten(), output_size=len(received_PD))
         order = ids_P.argsort(stable=True)
-        out_PD = self.experts(TakeRows.apply(received_PD, order), received_re.sum(0))
+        if weights_P is not None:  # they travel with their rows
+            weights_P = TakeRows.apply(AllToAll.apply(weights_P, recv_rows, send_rows, self.group), order)
+        out_PD = self.experts(TakeRows.apply(received_PD, order), received_re.sum(0), weights_P)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return AllToAll.apply(TakeRows.apply(out_PD, inverse), send_rows, recv_rows, self.group)
 
@@ -1033,10 +1053,10 @@ def load_config(folder: str | Path) -> PretrainedConfig:
 # ------------------------------------------------------------------------------------------------------------
 # Weights under Hugging Face's names
 # ------------------------------------------------------------------------------------------------------------
-def generator_of(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return the random numbers of a parameter, which depend on the seed, the name and the kind of device."""
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the random numbers of a parameter, which depend on nothing but the seed and the name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 def random_weights(policy: Policy, seed: int) -> None:
@@ -1046,11 +1066,10 @@ def random_weights(policy: Policy, seed: int) -> None:
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
                 continue
-            generator = generator_of(seed, name, parameter.device)
+            generator = generator_of(seed, name)
             first, count = local_experts(policy, parameter)
             full_shape = (num_experts_of(policy.config), *parameter.shape[1:]) if count else parameter.shape
-            full = torch.randn(full_shape, generator=generator, device=parameter.device)
-            full *= policy.config.initializer_range
+            full = torch.randn(full_shape, generator=generator) * policy.config.initializer_range
             parameter.copy_(full[first : first + count] if count else full)
 
 
@@ -1387,59 +1406,39 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
 # ------------------------------------------------------------------------------------------------------------
 # From a folder to DeepSpeed's engine
 # ------------------------------------------------------------------------------------------------------------
-TRAINING_ROWS = 512  # tokens of a micro-batch
-DECODING_ROWS = 32  # completions that an engine computes at once: fewer rows, which other kernels multiply
-MEASURE_S = 0.2
-
-
 @functools.cache
-def product_rates(rows: int) -> dict[str, float]:
-    """Measure {dtype: GFLOP/s} of products with the shapes of a small MLP, [rows, 576] and [576, 1536].
+def bfloat16_speedup() -> float:
+    """Measure how many times as fast one core multiplies matrices in bfloat16 as in float32.
 
-    One core computes. The dtypes take turns, ten or as many as fit into MEASURE_S but at least three. The
-    fastest turn counts, in seconds of the processor, because other programs only slow a product down.
+    The matrices have the shapes of a small MLP: [512, 576] and [576, 1536]. The fastest of ten products
+    counts, because other programs can only slow a product down. Takes 0.1 to 0.2 s.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    factors = {
-        name: (torch.ones(rows, 576, dtype=d), torch.ones(1536, 576, dtype=d)) for name, d in dtypes.items()
-    }
-    times: dict[str, list[float]] = {name: [] for name in factors}
-    for turn in range(10):
-        for name, (x, weight) in factors.items():
-            start = time.thread_time()
-            F.linear(x, weight)
-            times[name].append(time.thread_time() - start)
-        if turn >= 2 and sum(map(sum, times.values())) > MEASURE_S:
-            break
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        tokens = torch.ones(512, 576, dtype=dtype)
+        weight = torch.ones(1536, 576, dtype=dtype)
+        times = []
+        for _ in range(10):
+            start = time.perf_counter()
+            F.linear(tokens, weight)
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times)
     torch.set_num_threads(num_threads)
-    return {name: 2e-9 * rows * 576 * 1536 / min(seconds) for name, seconds in times.items()}
-
-
-def fast_dtype(rows: int) -> Literal["float32", "bfloat16"]:
-    """Return bfloat16 if this processor multiplies so many rows at least 1.5 times as fast, else float32.
-
-    The required speed-up is ours, because float32 is more exact. Measured products of one core, in GFLOP/s of
-    bfloat16 and float32 for 512 and for 32 rows: a Xeon with AMX 495, 148 and 174, 77; without AMX 81, 155
-    and 74, 94; an EPYC with AVX2 alone 7.5, 60 for 512 rows.
-    """
-    rates = product_rates(rows)
-    return "bfloat16" if rates["bfloat16"] >= 1.5 * rates["float32"] else "float32"
+    return seconds[torch.float32] / seconds[torch.bfloat16]
 
 
 def policy_dtype(settings: ModelSettings, on_gpu: bool) -> Literal["float32", "bfloat16"]:
-    """Return model.dtype; if it is auto, return bfloat16 on GPUs and the fast dtype of a CPU."""
+    """Return model.dtype; if it is auto, return bfloat16 on GPUs and on CPUs that are faster in bfloat16.
+
+    The required speed-up of 1.5 is ours, because float32 is more exact. Measured products of one core, in
+    GFLOP/s of bfloat16 and float32: a Xeon with AMX 1,073 and 172, an EPYC (Zen 5) 490 and 109, a Xeon
+    without AMX 74 and 129.
+    """
     if settings.dtype != "auto":
         return settings.dtype
-    return "bfloat16" if on_gpu else fast_dtype(TRAINING_ROWS)
-
-
-def engine_dtype(settings: RolloutSettings, on_gpu: bool) -> Literal["float32", "bfloat16"]:
-    """Return rollout.dtype; if it is auto, return bfloat16 on GPUs and for FP8, else the CPU's fast dtype."""
-    if settings.dtype != "auto":
-        return settings.dtype
-    return "bfloat16" if on_gpu or settings.fp8 == "on" else fast_dtype(DECODING_ROWS)
+    return "bfloat16" if on_gpu or bfloat16_speedup() >= 1.5 else "float32"
 
 
 def choose_logprob_kernel(settings: ModelSettings, config: PretrainedConfig, device: torch.device) -> str:
@@ -1452,6 +1451,50 @@ def choose_logprob_kernel(settings: ModelSettings, config: PretrainedConfig, dev
             "an NVIDIA GPU with 160 KiB of shared memory (A100, H100 and later); set it to auto or chunked"
         )
     return best if settings.logprob_kernel == "auto" else settings.logprob_kernel
+
+
+def use_expert_kernel(policy: Policy, settings: ModelSettings) -> None:
+    """Let all MoE blocks compute rows of experts as model.expert_kernel says; ValueError if they cannot.
+
+    auto is torch until a GPU has shown that the kernels are right and faster. Collective.
+    """
+    if settings.expert_kernel != "triton":
+        return
+    blocks = [module for module in policy.modules() if isinstance(module, MoEBlock)]
+    reason = unsupported(policy.lm_head.weight.device) if blocks else "needs a MoE, this model is dense"
+    difference = 0.0 if reason else kernel_difference(blocks[0])
+    if not difference < 0.03:  # bfloat16 alone makes up to 0.013
+        reason = f"Triton {triton.__version__} compiles it wrongly here, by {difference:.2g} of the values"
+    if reason:
+        raise ValueError(f"model.expert_kernel triton: {reason}; set it to auto or torch")
+    for block in blocks:
+        block.kernel = "triton"
+
+
+def kernel_difference(block: MoEBlock) -> float:
+    """Return the largest difference between both kernels in the output and the gradients of a block.
+
+    Each difference is relative to the largest value. 80 random tokens choose expert 0 and further experts in
+    turn. Compiled kernels have been wrong on single GPUs, for example gradients on Blackwell (Triton's issue
+    10821), and a run may have another version of Triton than the tests.
+    """
+    experts = block.experts.down_proj
+    generator = torch.Generator().manual_seed(0)
+    x_TD, grad_TD = torch.randn(2, 80, experts.shape[1], generator=generator).to(experts)
+    choices = torch.arange(80)[:, None] + torch.arange(block.top_k)
+    ids_TK = (choices % max(1, block.num_experts - 1) + 1) % block.num_experts
+    ids_TK[:, 0] = 0
+    results = []
+    for block.kernel in ("triton", "torch"):
+        x = x_TD.clone().requires_grad_()
+        y_TD = block(x, ids_TK.to(x.device))[0]
+        leaves = [x, *block.experts.parameters()]
+        if block.top_k > 1 and block.gate.weight.requires_grad:  # of one renormalised weight: no gradient
+            leaves.append(block.gate.weight)
+        results.append([y_TD.detach(), *torch.autograd.grad(y_TD, leaves, grad_TD)])
+    block.load_E = None
+    differences = [(a - b).abs().max() / b.abs().max().clamp(min=1e-30) for a, b in zip(*results)]
+    return torch.stack(differences).max().item()  # NaN if a value is NaN
 
 
 def build_policy(
@@ -1474,6 +1517,7 @@ def build_policy(
         block.gate.weight.requires_grad_(not settings.freeze_router)
     policy.activation_checkpointing = settings.activation_checkpointing
     policy.logprob_kernel = settings.logprob_kernel
+    use_expert_kernel(policy, settings)
     return policy
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from data.formats import stem_of
-from extras.settings import CarrySettings, CenteringSettings, LoraSettings, TeacherSettings
+from extras.settings import CenteringSettings, LoraSettings, TeacherSettings
 from runtime.config import Section, Switch, setting
 from verifiers.kinds import KINDS, functions_of, parts_of
 
@@ -472,6 +472,12 @@ class ModelSettings(Section):
         "chunked.",
         on_resume="free",
     )
+    expert_kernel: Literal["auto", "torch", "triton"] = setting(
+        "auto",
+        "computation of the rows of a MoE between the products of its experts. torch: in torch. triton: by "
+        "kernels (NVIDIA GPUs), compared with torch at the start. auto: torch.",
+        on_resume="free",
+    )
 
 
 def without_empty_text(stops: list[int | str]) -> list[int | str]:
@@ -530,11 +536,8 @@ class RolloutSettings(Section):
         "token ids and texts that end a completion, in addition to the model's end-of-sequence tokens, for "
         'example ["</answer>"]',
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto",
-        "precision of the engine's weights and activations. auto: bfloat16 on GPUs, for fp8 on, and on CPUs "
-        "that multiply few rows at least 1.5 times as fast in bfloat16, else float32; chosen at the first "
-        "launch, and a resume keeps it.",
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "bfloat16", "precision of the engine's weights and activations"
     )
     max_num_seqs: int | None = setting(
         None,
@@ -799,11 +802,6 @@ class DataSettings(Section):
     )
     chat_template_args: dict[str, Any] = setting(
         {}, "arguments of the chat template, for example {enable_thinking: false}"
-    )
-    answer_prefix: Text = setting(
-        "",
-        "text that opens every completion, for example Answer: (a prefill of the assistant's turn). It is "
-        "part of the prompt for the policy, and part of the text for verifiers, judges and pages",
     )
     date: Annotated[str, BeforeValidator(iso_date)] | None = setting(
         None,
@@ -1124,7 +1122,6 @@ class Config(Section):
     teacher: TeacherSettings = TeacherSettings()
     centering: CenteringSettings = CenteringSettings()
     lora: LoraSettings = LoraSettings()
-    carry: CarrySettings = CarrySettings()
     train: TrainSettings = TrainSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

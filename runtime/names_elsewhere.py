@@ -160,7 +160,7 @@ TABLE: list[tuple[str | None, str, str]] = [
      "DeepSpeed ZeRO (train.zero_stage) with expert parallelism is the only strategy"),
     (None, "attn_implementation flash_attn use_liger_kernel use_liger_loss torch_compile use_torch_compile "
      "use_remove_padding packing_samples use_fused_kernels trust_remote_code",
-     "the model's code is our own; model.logprob_kernel is the only choice of a kernel"),
+     "the model's code is our own; model.logprob_kernel and model.expert_kernel choose its kernels"),
     (None, "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps enable_ema ema_beta",
      "the reference policy is the start of the run and never moves"),
     (None, "shuffle shuffle_dataset dataloader_num_workers dataset_num_proc remove_unused_columns drop_last "

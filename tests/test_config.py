@@ -189,6 +189,8 @@ NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML
     ("model.logprob_kernel", "naive"): "the oracle of the other kernels; trains the model of data.tiny",
     ("model.logprob_kernel", "chunked"): "the value of auto on CPUs, and the contrast on GPUs",
     ("model.logprob_kernel", "triton"): "the value of auto on GPUs; a run that lacks it should fail at start",
+    ("model.expert_kernel", "torch"): "the value of auto until a GPU has shown the kernels",
+    ("model.expert_kernel", "triton"): "the kernels that no GPU has shown yet",
     ("data.chat", "never"): "chat models whose prompts are meant to be plain text",
     ("reward.sandbox", "rlimits"): "machines that refuse namespaces",
     ("run.on_signal", "stop"): "machines that kill a job before a checkpoint could be written",
@@ -585,7 +587,8 @@ def test_settings_that_are_free_on_resume_have_the_names_of_the_comparison():
     sections = ("algorithm", "zero_variance", "model", "data", "train")
     assert {name for name in free if name.partition(".")[0] in sections} == {
         "algorithm.mismatch_gate", "algorithm.mismatch_patience", "data.eval",
-        "algorithm.skew_gate", "model.activation_checkpointing", "model.logprob_kernel", "train.balance",
+        "algorithm.skew_gate", "model.activation_checkpointing", "model.expert_kernel",
+        "model.logprob_kernel", "train.balance",
         "train.learning_rate",
         "train.lr_schedule", "train.lr_schedule_args", "train.max_generated_tokens",
         "train.micro_batch_tokens", "train.num_steps", "train.offload_optimizer", "train.share_prompts",

@@ -651,17 +651,22 @@ def test_fp8_round_is_quantise_and_dequantise_of_bfloat16():
     assert not torch.equal(fp8.fp8_round(weight), fp8.dequantise(*fp8.quantise_weight(weight), 128))
 
 
-# ---- Compiled for Hopper; compiling works on any machine ---------------------------------------------------
-@pytest.mark.parametrize("name", kernel_compile.CASES)
-def test_kernels_compile_to_the_expected_instructions(name, tmp_path, monkeypatch):
+# ---- Machine code; compiling works on any machine ----------------------------------------------------------
+ON_BLACKWELL = ("statistics", "grad_logits", "sum", "swiglu", "swiglu_backward")
+COMPILED = [(90, name) for name in kernel_compile.CASES]
+COMPILED += [pytest.param(100, name, marks=pytest.mark.slow) for name in ON_BLACKWELL]
+
+
+@pytest.mark.parametrize(("architecture", "name"), COMPILED)
+def test_kernels_compile_to_the_expected_instructions(architecture, name, tmp_path, monkeypatch):
     """Tensor cores, bulk copies, the hardware's casts; no spilled registers, TF32, approximate division."""
     tools = kernel_compile.TOOLS
     if not (tools / "ptxas").exists() or not (tools / "cuobjdump").exists():
         pytest.skip(f"{MISSING}ptxas (this build of Triton ships no compiler for NVIDIA GPUs)")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = kernel_compile.CASES[name]
-    compiled = kernel_compile.compile_for_hopper(case, tmp_path)
-    assert kernel_compile.problems(case, compiled) == []
+    compiled = kernel_compile.compile_for(architecture, case, tmp_path)
+    assert kernel_compile.problems(case, compiled, architecture) == []
 
 
 def test_problems_of_machine_code_are_named():

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for Hopper GPUs, which works on any machine, and check the machine code.
+"""Compile the Triton kernels for Hopper and Blackwell GPUs on any machine, and check the machine code.
 
     python -m experiments.bench.kernel_compile              # with the installed Triton
     python -m experiments.bench.kernel_compile --gpu-stack  # with the Triton of the GPU stack
@@ -7,10 +7,12 @@ The CPU stack installs a later Triton than the GPU stack, whose torch requires o
 downloads that version into a separate folder, .venv-triton-VERSION, and compiles with it; the installed
 libraries stay unchanged. As soon as the folder exists, tests/test_kernels.py compiles with both versions.
 
-The table has a row per kernel: registers per thread, bytes of stack per thread (spilled registers are on the
-stack) and bytes of shared memory per block. The exit code is 1 if a kernel has a problem.
+The table has a row per kernel and architecture (sm_90: H100, sm_100: B200): registers per thread, bytes of
+stack per thread (spilled registers are on the stack) and bytes of shared memory per block. The exit code is
+1 if a kernel has a problem.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -23,6 +25,7 @@ from typing import Any
 
 import triton
 
+import kernels.expert_rows as rows
 import kernels.fp8_block as fp8
 import kernels.linear_logprob_entropy as head
 from experiments.bench.common import ROOT, make_parser, markdown, write_results
@@ -30,7 +33,9 @@ from experiments.bench.common import ROOT, make_parser, markdown, write_results
 GPU_TRITON = "3.7.1"  # torch 2.13.0 with CUDA, in requirements.txt, requires this version
 GPU_TRITON_FOLDER = ROOT / f".venv-triton-{GPU_TRITON}"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # ptxas and cuobjdump
-SHARED_BYTES = 227 * 1024  # shared memory of a block on a Hopper GPU
+SHARED_BYTES = 227 * 1024  # shared memory of a block on a Hopper or Blackwell GPU
+TENSOR_CORES = "wgmma.mma_async"  # Hopper's instruction, in Case.contains
+PRODUCTS = {90: TENSOR_CORES, 100: "tcgen05.mma"}  # {architecture: its instruction}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -49,7 +54,7 @@ class Case:
     constants: Mapping[str, Any]
     options: Mapping[str, int]
     aligned: tuple[str, ...] = ("V", "D", "width", "first", "C")  # the number of rows N is arbitrary
-    contains: tuple[str, ...] = ("wgmma.mma_async", "cp.async.bulk.tensor")
+    contains: tuple[str, ...] = (TENSOR_CORES, "cp.async.bulk.tensor")
     lacks: tuple[str, ...] = ()
     spills: bool = False
 
@@ -100,7 +105,7 @@ def head_cases() -> dict[str, Case]:
     for name, with_entropy in (("grad_logits", False), ("grad_logits with entropy", True)):
         constants = tile | {"WITH_ENTROPY": with_entropy, "GROUP": 8}
         cases[name] = Case(head.grad_logits_kernel, grad_logits, constants, options)
-    products = ("wgmma.mma_async",)
+    products = (TENSOR_CORES,)
     row = splits | {"N": 1}
     cases["statistics, one row"] = Case(
         head.statistics_kernel, without(statistics, row), row, options, contains=products, spills=True
@@ -133,7 +138,26 @@ def quantise_cases() -> dict[str, Case]:
     return cases
 
 
-CASES = head_cases() | quantise_cases()
+def row_cases() -> dict[str, Case]:
+    """Return the cases of the kernels for rows of experts: loads of 16 bytes, nothing added atomically."""
+    swiglu = {"z": "*bf16", "weights": "*fp32", "width": "i32"}
+    backward = swiglu | {"grad_a": "*bf16", "grad_z": "*bf16", "grad_weights": "*fp32"}
+    signatures = {
+        rows.sum_kernel: {"rows": "*bf16", "places": "*i64", "y": "*bf16", "D": "i32"},
+        rows.swiglu_kernel: swiglu | {"a": "*bf16"},
+        rows.swiglu_backward_kernel: backward,
+    }
+    cases = {}
+    for kernel, signature in signatures.items():
+        constants = {"COLUMNS": rows.COLUMNS} | ({"K": 8} if kernel is rows.sum_kernel else {})
+        cases[kernel.__name__.removesuffix("_kernel")] = Case(
+            kernel, signature, constants, {"num_warps": rows.WARPS},
+            contains=("ld.global.v4",), lacks=("atom.global", "red.global"),
+        )  # fmt: skip
+    return cases
+
+
+CASES = head_cases() | quantise_cases() | row_cases()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -149,8 +173,8 @@ class Compiled:
     ptx: str
 
 
-def compile_for_hopper(case: Case, folder: Path) -> Compiled:
-    """Compile a kernel for sm_90. folder: empty, for the machine code."""
+def compile_for(architecture: int, case: Case, folder: Path) -> Compiled:
+    """Compile a kernel for an architecture, for example 90. folder: empty, for the machine code."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -159,7 +183,7 @@ def compile_for_hopper(case: Case, folder: Path) -> Compiled:
     aligned = [name for name, type in case.signature.items() if type[0] == "*" or name in case.aligned]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=case.kernel, signature=types, constexprs=dict(case.constants), attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(case.options))
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(case.options))
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     command = [TOOLS / "cuobjdump", "--dump-resource-usage", cubin]
@@ -168,9 +192,10 @@ def compile_for_hopper(case: Case, folder: Path) -> Compiled:
     return Compiled(registers, stack, compiled.metadata.shared, compiled.asm["ptx"])
 
 
-def problems(case: Case, compiled: Compiled) -> list[str]:
+def problems(case: Case, compiled: Compiled, architecture: int = 90) -> list[str]:
     """List the expectations that the machine code of a kernel does not meet."""
-    lines = [f"no {text} in the PTX" for text in case.contains if text not in compiled.ptx]
+    texts = [PRODUCTS[architecture] if text == TENSOR_CORES else text for text in case.contains]
+    lines = [f"no {text} in the PTX" for text in texts if text not in compiled.ptx]
     lines += [f"{text} in the PTX" for text in case.lacks if text in compiled.ptx]
     if compiled.stack and not case.spills:
         lines.append(f"{compiled.stack} bytes of stack per thread")
@@ -199,18 +224,19 @@ def main() -> int:
         environment = os.environ | {"PYTHONPATH": str(GPU_TRITON_FOLDER)}
         return subprocess.run(command, cwd=ROOT, env=environment).returncode
     records = {}
-    for name, case in CASES.items():
+    for architecture, (name, case) in itertools.product(PRODUCTS, CASES.items()):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["TRITON_CACHE_DIR"] = folder
-            compiled = compile_for_hopper(case, Path(folder))
-        records[name] = asdict(compiled) | {"problems": problems(case, compiled)}
-        del records[name]["ptx"]
+            compiled = compile_for(architecture, case, Path(folder))
+        record = asdict(compiled) | {"problems": problems(case, compiled, architecture)}
+        del record["ptx"]
+        records[f"{name}, sm_{architecture}"] = record
     columns = ("registers", "stack", "shared", "problems")
     rows = [
         [name, *(record[column] for column in columns[:3]), "; ".join(record["problems"])]
         for name, record in records.items()
     ]
-    print(f"Triton {triton.__version__}, sm_90\n")
+    print(f"Triton {triton.__version__}\n")
     print("\n".join(markdown(["kernel", *columns], rows)))
     write_results(args.json, {"triton": triton.__version__, "kernels": records})
     return 1 if any(record["problems"] for record in records.values()) else 0
