@@ -53,7 +53,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-METHOD_TESTS = losses model replay prompt_sharing teacher centering grpo zero_variance greso plugins methods second_opinion rollouts_of_a_step walkthrough
+METHOD_TESTS = losses model replay prompt_sharing teacher centering carry grpo zero_variance greso plugins methods second_opinion rollouts_of_a_step walkthrough
 
 quick: $(STAMP)
 	$(TWO_AT_ONCE) quick-first quick-second
@@ -105,11 +105,13 @@ NEEDS_CUDA = "import torch; assert torch.version.cuda, \
 
 # torch goes first and alone, so that pip takes the one build asked for. vLLM's CPU build brings torchvision, torchaudio
 # and torchcodec made for CUDA; nothing here uses them, and they break `import transformers` on a machine without CUDA.
-$(STAMP): $(REQUIREMENTS)
+# The tasks of reasoning-gym come without their requirements, of which one is C source that needs a compiler.
+$(STAMP): $(REQUIREMENTS) requirements-no-deps.txt
 	@echo "installing the $(STACK) stack from $(REQUIREMENTS) into $(VENV) (several minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) $$(grep '^torch==' $(REQUIREMENTS))
 	$(BIN)/pip install -q $(PIP_ARGS) -r $(REQUIREMENTS)
+	$(BIN)/pip install -q $(PIP_ARGS) --no-deps -r requirements-no-deps.txt
 	$(if $(filter cpu,$(STACK)),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec)
 	$(if $(filter gpu,$(STACK)),$(BIN)/python -c $(NEEDS_CUDA))
 	touch $@

@@ -12,7 +12,7 @@ in nats.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from data.prompts import Prompt
 from reward import Verdict, score_of
 from settings import AlgorithmSettings
 
+UNFINISHED = "unfinished"  # finish_reason of a completion that a rollout has left (extras/carry.py)
 # Scores of a group that differ by no more than this are equal, so that rounding does not become an advantage.
 ZERO_VARIANCE = 1e-6
 
@@ -218,6 +219,20 @@ class Group:
     work_tokens: float = 0.0  # cost of each verdict, as in Request
     rank: int | None = None  # that samples the group; None: not dealt yet
 
+    @classmethod
+    def restored(cls, values: dict[str, Any]) -> "Group":
+        """Return the group of dataclasses.asdict()."""
+        return cls(**values | {"completions": [Completion.restored(c) for c in values["completions"]]})
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether no completion waits for a later step."""
+        return all(completion.finish_reason != UNFINISHED for completion in self.completions)
+
+    def add(self, sample: int, completion: Completion) -> None:
+        """Add a completion, or replace its unfinished beginning."""
+        self.completions[sample : sample + 1] = [completion]
+
     def outcome(self, binary: bool, part: str | None = None) -> "GroupOutcome":
         """Summarise the group for the other ranks; binary: rewards below 1 count as 0.
 
@@ -242,6 +257,13 @@ class Group:
             completions=len(self.completions),
             has_variance=len(scores) >= 2 and not are_equal(deciding),
         )
+
+
+class Job(NamedTuple):
+    """Completions of one group to sample in a round."""
+
+    group: Group
+    samples: Sequence[int]  # their numbers within the group
 
 
 @dataclass(frozen=True)
@@ -282,10 +304,7 @@ class Rollout:
     @classmethod
     def restored(cls, values: dict[str, Any]) -> "Rollout":
         """Return the rollout of saved()."""
-        groups = [
-            Group(**group | {"completions": [Completion.restored(c) for c in group["completions"]]})
-            for group in values["groups"]
-        ]
+        groups = [Group.restored(group) for group in values["groups"]]
         outcomes = {slot: GroupOutcome(**outcome) for slot, outcome in values["outcomes"].items()}
         return cls(values["policy_version"], groups, outcomes, Counter(values["account"]))
 

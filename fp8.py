@@ -40,7 +40,7 @@ def fp8_refusal(settings: RolloutSettings, hf_config=None, device: Device | None
         )
     if settings.fp8 != "on":
         return None
-    if settings.dtype != "bfloat16":
+    if settings.dtype == "float32":
         return f"rollout.fp8 'on' needs bfloat16, not rollout.dtype {settings.dtype!r}"
     of_model = model_refusal(settings, hf_config) if hf_config is not None else None
     return of_model or (device_refusal(device) if device is not None else None)

@@ -431,7 +431,11 @@ def prompts_for(judge, prompts: list[Prompt]) -> list[str]:
     A scalar judge scores the text that the policy continued. A generative judge has a chat template of its
     own, so the prompt in its question is the conversation without special tokens.
     """
-    return [prompt.text if isinstance(judge, ScalarJudge) else prompt.conversation for prompt in prompts]
+    if isinstance(judge, ScalarJudge):
+        return [
+            prompt.text.removesuffix(prompt.prefix) for prompt in prompts
+        ]  # the completion begins with it
+    return [prompt.conversation for prompt in prompts]
 
 
 def round_robin(judge, prompts, completions, group_index: list[int]) -> list[float]:

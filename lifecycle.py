@@ -168,7 +168,7 @@ def set_up(config: Config) -> Run | None:
         check_ranks(stage_config, dist.get_world_size())
     lock, checkpoint, record = open_run_dir(config)
     state = state_of(record, config) if record else TrainState()
-    resolved = with_date(with_sleep(with_dtype(config, record)), record)
+    resolved = with_date(with_sleep(with_dtypes(config, record)), record)
     if is_finished(resolved, checkpoint, state):
         report_finished(resolved, checkpoint, state)
         return None
@@ -183,19 +183,22 @@ def set_up(config: Config) -> Run | None:
     with clock("setup"):
         models = build_engine_and_policy(resolved, data, accelerator.device, clock)
         history = PromptHistory.from_offline(data.offline_scores, launch.configs[0].rollout.group_size)
-        queue: deque[Rollout] = deque()
         if checkpoint:
-            history = resume(checkpoint, models["trainer"], history, loaded.train, resolved, queue)
+            history = resume(checkpoint, models["trainer"], history, loaded.train, resolved)
     stage = state.stage.number
-    return Run(
+    run = Run(
         config=launch.configs[stage], run_config=resolved, stage_configs=launch.configs,
         offers=launch.offers[stage], stage_offers=launch.offers, lock=lock, accelerator=accelerator,
-        clock=clock, watchdog=watchdog, state=state, history=history, queue=queue, tokenizer=launch.tokenizer,
+        clock=clock, watchdog=watchdog, state=state, history=history, queue=deque(),
+        tokenizer=launch.tokenizer,
         prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, pool=data.pool,
         interaction=data.interaction, extras=launch.extras, signals=listen(resolved),
         generation_config=read_generation_config(data.model_dir), progress=progress_bar(resolved, state),
         **models,
     )  # fmt: skip
+    if checkpoint:
+        restore_waiting(run, checkpoint)
+    return run
 
 
 @dataclass
@@ -590,7 +593,8 @@ def record_launch(
 ) -> None:
     """Write the record of a launch that has passed all checks; a refused launch leaves the earlier one.
 
-    The arguments are those of prepare_run_dir() and record_data().
+    config, resolved: the settings as written, which may say auto, and without auto. The other arguments are
+    those of prepare_run_dir().
     """
     if dist.get_rank() == 0:
         run_dir = Path(config.run.dir)
@@ -598,28 +602,50 @@ def record_launch(
         digests = {
             name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
         }
-        record_data(run_dir, digests, resolved.model.dtype, resolved.data.date)
+        facts: dict[str, object] = {"dtype": resolved.model.dtype, "rollout_dtype": resolved.rollout.dtype}
+        facts |= {"data": digests, "prompt_date": resolved.data.date, "products": measured_products(config)}
+        record_data(run_dir, facts)
 
 
-def with_dtype(config: Config, record: dict | None) -> Config:
-    """Return the settings with the policy's dtype in place of model.dtype auto, and print it. Collective.
+def measured_products(config: Config) -> dict[str, dict[str, float]]:
+    """Return {setting: {dtype: GFLOP/s}} of the dtypes that this processor chooses; {} on GPUs."""
+    rows = {"model.dtype": moe_model.TRAINING_ROWS, "rollout.dtype": moe_model.DECODING_ROWS}
+    is_auto = {"model.dtype": config.model.dtype == "auto", "rollout.dtype": config.rollout.dtype == "auto"}
+    is_auto["rollout.dtype"] &= config.rollout.fp8 != "on"
+    on_gpu = torch.cuda.is_available()
+    return {name: moe_model.product_rates(rows[name]) for name in rows if is_auto[name] and not on_gpu}
 
-    record: the state.json of the checkpoint to resume from, whose dtype the policy keeps. None at the first
+
+def with_dtypes(config: Config, record: dict | None) -> Config:
+    """Return the settings with dtypes in place of model.dtype and rollout.dtype auto; print them. Collective.
+
+    record: the state.json of the checkpoint to resume from, whose dtypes the run keeps. None at the first
     launch: rank 0 then chooses for all ranks, because nodes may have different processors.
     """
-    if config.model.dtype != "auto":
-        return config
-    if record:
-        resolved = with_saved_choices(config, record)
-        reason = "as in the checkpoint"
-    else:
-        on_gpu = torch.cuda.is_available()
-        dtype = from_rank_0(moe_model.policy_dtype(config.model, on_gpu))
-        resolved = with_setting(config, "model.dtype", dtype)
-        reason = "for a GPU"
-        if not on_gpu:
-            reason = f"for a CPU that multiplies bfloat16 {moe_model.bfloat16_speedup():.1f} times as fast"
-    say(f"model.dtype auto: {resolved.model.dtype} ({reason})")
+    on_gpu = torch.cuda.is_available()
+    choice = None
+    if dist.get_rank() == 0:
+        policy = moe_model.policy_dtype(config.model, on_gpu)
+        engine = moe_model.engine_dtype(config.rollout, on_gpu)
+        choice = (policy, engine, measured_products(config))
+    policy, engine, products = from_rank_0(choice)
+    resolved = with_saved_choices(config, record) if record else config
+    for name, section, dtype in (
+        ("model.dtype", config.model, policy),
+        ("rollout.dtype", config.rollout, engine),
+    ):
+        if section.dtype != "auto":
+            continue
+        reason = "for a GPU" if on_gpu else "for rollout.fp8 on"
+        if name in products:
+            rates = ", ".join(f"{key} {rate:.0f}" for key, rate in products[name].items())
+            reason = f"GFLOP/s of one core: {rates}"
+        kept = getattr(resolved, name.partition(".")[0]).dtype
+        if kept == "auto":
+            resolved = with_setting(resolved, name, dtype)
+            say(f"{name} auto: {dtype} ({reason})")
+        else:
+            say(f"{name} auto: {kept} (as in the checkpoint; a new run would take {dtype}, {reason})")
     return resolved
 
 
@@ -674,13 +700,9 @@ def report_finished(config: Config, checkpoint: Path, state: TrainState) -> None
 
 
 def resume(
-    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config,
-    queue: deque[Rollout],
-) -> PromptHistory:  # fmt: skip
-    """Load the parts of a checkpoint besides the weights; return the record of the prompts.
-
-    A resume of the weights alone drops the rollouts of the queue, which are of another optimizer's policy.
-    """
+    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config
+) -> PromptHistory:
+    """Load the parts of a checkpoint besides the weights; return the record of the prompts."""
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     same_prompts = saved.pop("prompts") == digest_of(prompts)
     is_exact = resumes_exactly(config, checkpoint) and same_prompts
@@ -688,12 +710,33 @@ def resume(
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
     say(f"resumed from {checkpoint}{dropped}{fresh}")
     if is_exact:
-        load_shard(checkpoint / f"rank_{dist.get_rank():05d}.pt", trainer, queue)
+        load_shard(file_of_rank(checkpoint), trainer)
     return PromptHistory(**saved) if same_prompts else history
 
 
-def load_shard(file: Path, trainer, queue: deque[Rollout]) -> None:
-    """Restore optimizer, random numbers and queue of this rank from the rank's file of a checkpoint.
+def file_of_rank(checkpoint: Path) -> Path:
+    """Return this rank's file of a checkpoint."""
+    return checkpoint / f"rank_{dist.get_rank():05d}.pt"
+
+
+def restore_waiting(run: Run, checkpoint: Path) -> None:
+    """Take over the rollouts and the state of extras that wait for later steps in a checkpoint.
+
+    Without an exact resume they are dropped, because a fresh optimizer starts a new course.
+    """
+    saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
+    if not resumes_exactly(run.run_config, checkpoint) or saved["prompts"] != digest_of(run.prompts):
+        return
+    shard = torch.load(file_of_rank(checkpoint), map_location="cpu", weights_only=True, mmap=True)
+    waiting = copy.deepcopy(shard.get("waiting", {}))  # not in the file, which may be deleted
+    run.queue.extend(map(Rollout.restored, waiting.get("queue", [])))
+    for extra in active(run.config):
+        if (values := waiting.get("extras", {}).get(extra.name)) is not None:
+            extra.restore_rank_state(run, values)
+
+
+def load_shard(file: Path, trainer) -> None:
+    """Restore the optimizer and the random numbers of this rank from the rank's file of a checkpoint.
 
     The file is mapped, because reading it whole would double the memory of the optimizer: for Qwen3-30B-A3B
     on eight GPUs, 46 GB per rank. Tensors that AdamW then holds on the host are copied one by one, so that
@@ -705,7 +748,6 @@ def load_shard(file: Path, trainer, queue: deque[Rollout]) -> None:
         on_host = {name: value for name, value in values.items() if value.device.type == "cpu"}
         values.update({name: value.clone() for name, value in on_host.items()})
     torch.set_rng_state(shard["torch_rng"])
-    queue += map(Rollout.restored, copy.deepcopy(shard.get("queue", [])))  # a copy, as above
 
 
 # ---- judge, engine, trackers, signals ----
@@ -901,7 +943,7 @@ def evaluation_texts(run: Run, completions: list[Completion], verdicts: list[Ver
                     "temperature": 0,
                 }
                 row |= {key: getattr(prompt, key) for key in ("answer", "kind", "difficulty")}
-                row |= {"prompt": prompt.text, "completion": text, **asdict(verdict)}
+                row |= {"prompt": prompt.text, "completion": prompt.prefix + text, **asdict(verdict)}
                 length = len(completion.token_ids)
                 rows.append(row | {"num_tokens": length, "finish_reason": completion.finish_reason})
     gathered: list[list[dict]] = [[]] * dist.get_world_size()
@@ -1124,9 +1166,10 @@ def write_rank(run: Run, folder: Path) -> dict[Path, str]:
     for extra in extras:
         extra.save(run.policy, run.config, folder, writer.save_tensors)
     shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
-    if run.queue:
-        shard["queue"] = [rollout.saved() for rollout in run.queue]
-    writer.save(shard, folder / f"rank_{rank:05d}.pt")
+    states = {e.name: values for e in active(run.config) if (values := e.rank_state(run)) is not None}
+    if run.queue or states:
+        shard["waiting"] = {"queue": [rollout.saved() for rollout in run.queue], "extras": states}
+    writer.save(shard, file_of_rank(folder))
     if rank == 0:
         writer.save(vars(run.history) | {"prompts": digest_of(run.prompts)}, folder / "history.pt")
     return writer.digests

@@ -276,11 +276,13 @@ def memory_by_part(
     on_gpu: bool = True,
     offload_optimizer: bool = False,
     fused_adamw: bool | None = None,
+    trained: ParameterCounts | None = None,
 ) -> dict[str, int]:
     """Return the bytes of the trainer on a rank, by part; runtime/memory.py adds the parts of each phase.
 
     tokens: padded tokens of a micro-batch. with_reference: the initial policy is kept for a KL penalty.
-    own_experts: as in hf_tensors(). fused_adamw: as in TrainSettings.
+    own_experts: as in hf_tensors(). fused_adamw: as in TrainSettings. trained: parameters with gradients, if
+    the others are frozen.
 
     A rank holds n parameters, namely 1 / ep_size of the experts and all other parameters. ZeRO lets the rank
     update m of these n, namely 1 / num_ranks of the whole model:
@@ -293,14 +295,16 @@ def memory_by_part(
     counts = parameter_counts(config)
     itemsize = itemsize_of(settings)
     num_held = counts.experts // settings.ep_size + counts.embeddings + counts.others
-    num_updated = sum(counts) // num_ranks
+    trained = counts if trained is None else trained
+    num_trained = trained.experts // settings.ep_size + trained.embeddings + trained.others
+    num_updated = sum(trained) // num_ranks
     sums_are_held = zero_stage == 1 and itemsize == 2
-    num_summed = num_updated if zero_stage == 2 else num_held
+    num_summed = num_updated if zero_stage == 2 else num_trained
     optimizer_on_gpu = not offload_optimizer
     is_sharded = zero_stage == 2
     is_fused = on_gpu if fused_adamw is None else fused_adamw
     passing = passing_bytes(config, settings, tokens, "cuda" if on_gpu else "cpu")
-    passing["on the way back"] += is_sharded * reduce_buffer_bytes(num_held, itemsize, on_gpu)
+    passing["on the way back"] += is_sharded * reduce_buffer_bytes(num_trained, itemsize, on_gpu)
     gradient_buffer = offload_optimizer * largest_parameter(config, settings) * itemsize
     return {
         "weights": num_held * itemsize,
@@ -310,7 +314,7 @@ def memory_by_part(
         "reference": num_held * itemsize if with_reference else 0,
         "gradients in an update": (not sums_are_held) * num_summed * 4,
         **passing,
-        "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, is_fused),
+        "optimizer step": optimizer_step_bytes(trained, settings, zero_stage, num_ranks, is_fused),
         "sync buffers": sync_buffer_bytes(config, settings, own_experts),
     }
 
@@ -508,11 +512,14 @@ def trainer_memory(
     """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     tokens = max(config.train.tokens_per_forward(on_gpu), longest)
+    counts = [extra.trained(config, hf_config) for extra in active(config)]
+    trained = next(filter(None, counts), None)  # a frozen policy is its own reference
     parts = memory_by_part(
         hf_config, config.model, config.train.zero_stage, num_ranks, tokens,
-        with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config), on_gpu=on_gpu,
+        with_reference=config.algorithm.kl_coef > 0 and trained is None,
+        own_experts=syncs_own_experts(config), on_gpu=on_gpu,
         offload_optimizer=on_gpu and config.train.offload_optimizer,  # on CPUs it moves nothing
-        fused_adamw=config.train.fused_adamw,
+        fused_adamw=config.train.fused_adamw, trained=trained,
     )  # fmt: skip
     if config.train.grad_reduce_dtype == "float32" and config.train.zero_stage == 2:
         parts["on the way back"] += 4 * REDUCE_BUCKET * on_gpu  # the copy that is reduced

@@ -61,7 +61,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from kernels.expert_rows import CopyRows, SumRows, WeightedSwiGLU, unsupported
 from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy, topk_logprobs
-from settings import ModelSettings, TrainSettings
+from settings import ModelSettings, RolloutSettings, TrainSettings
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1053,10 +1053,10 @@ def load_config(folder: str | Path) -> PretrainedConfig:
 # ------------------------------------------------------------------------------------------------------------
 # Weights under Hugging Face's names
 # ------------------------------------------------------------------------------------------------------------
-def generator_of(seed: int, name: str) -> torch.Generator:
-    """Return the random numbers of a parameter, which depend on nothing but the seed and the name."""
+def generator_of(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return the random numbers of a parameter, which depend on the seed, the name and the kind of device."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
 
 
 def random_weights(policy: Policy, seed: int) -> None:
@@ -1066,10 +1066,11 @@ def random_weights(policy: Policy, seed: int) -> None:
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
                 continue
-            generator = generator_of(seed, name)
+            generator = generator_of(seed, name, parameter.device)
             first, count = local_experts(policy, parameter)
             full_shape = (num_experts_of(policy.config), *parameter.shape[1:]) if count else parameter.shape
-            full = torch.randn(full_shape, generator=generator) * policy.config.initializer_range
+            full = torch.randn(full_shape, generator=generator, device=parameter.device)
+            full *= policy.config.initializer_range
             parameter.copy_(full[first : first + count] if count else full)
 
 
@@ -1406,39 +1407,59 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
 # ------------------------------------------------------------------------------------------------------------
 # From a folder to DeepSpeed's engine
 # ------------------------------------------------------------------------------------------------------------
-@functools.cache
-def bfloat16_speedup() -> float:
-    """Measure how many times as fast one core multiplies matrices in bfloat16 as in float32.
+TRAINING_ROWS = 512  # tokens of a micro-batch
+DECODING_ROWS = 32  # completions that an engine computes at once: fewer rows, which other kernels multiply
+MEASURE_S = 0.2
 
-    The matrices have the shapes of a small MLP: [512, 576] and [576, 1536]. The fastest of ten products
-    counts, because other programs can only slow a product down. Takes 0.1 to 0.2 s.
+
+@functools.cache
+def product_rates(rows: int) -> dict[str, float]:
+    """Measure {dtype: GFLOP/s} of products with the shapes of a small MLP, [rows, 576] and [576, 1536].
+
+    One core computes. The dtypes take turns, ten or as many as fit into MEASURE_S but at least three. The
+    fastest turn counts, in seconds of the processor, because other programs only slow a product down.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        tokens = torch.ones(512, 576, dtype=dtype)
-        weight = torch.ones(1536, 576, dtype=dtype)
-        times = []
-        for _ in range(10):
-            start = time.perf_counter()
-            F.linear(tokens, weight)
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    factors = {
+        name: (torch.ones(rows, 576, dtype=d), torch.ones(1536, 576, dtype=d)) for name, d in dtypes.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in factors}
+    for turn in range(10):
+        for name, (x, weight) in factors.items():
+            start = time.thread_time()
+            F.linear(x, weight)
+            times[name].append(time.thread_time() - start)
+        if turn >= 2 and sum(map(sum, times.values())) > MEASURE_S:
+            break
     torch.set_num_threads(num_threads)
-    return seconds[torch.float32] / seconds[torch.bfloat16]
+    return {name: 2e-9 * rows * 576 * 1536 / min(seconds) for name, seconds in times.items()}
+
+
+def fast_dtype(rows: int) -> Literal["float32", "bfloat16"]:
+    """Return bfloat16 if this processor multiplies so many rows at least 1.5 times as fast, else float32.
+
+    The required speed-up is ours, because float32 is more exact. Measured products of one core, in GFLOP/s of
+    bfloat16 and float32 for 512 and for 32 rows: a Xeon with AMX 495, 148 and 174, 77; without AMX 81, 155
+    and 74, 94; an EPYC with AVX2 alone 7.5, 60 for 512 rows.
+    """
+    rates = product_rates(rows)
+    return "bfloat16" if rates["bfloat16"] >= 1.5 * rates["float32"] else "float32"
 
 
 def policy_dtype(settings: ModelSettings, on_gpu: bool) -> Literal["float32", "bfloat16"]:
-    """Return model.dtype; if it is auto, return bfloat16 on GPUs and on CPUs that are faster in bfloat16.
-
-    The required speed-up of 1.5 is ours, because float32 is more exact. Measured products of one core, in
-    GFLOP/s of bfloat16 and float32: a Xeon with AMX 1,073 and 172, an EPYC (Zen 5) 490 and 109, a Xeon
-    without AMX 74 and 129.
-    """
+    """Return model.dtype; if it is auto, return bfloat16 on GPUs and the fast dtype of a CPU."""
     if settings.dtype != "auto":
         return settings.dtype
-    return "bfloat16" if on_gpu or bfloat16_speedup() >= 1.5 else "float32"
+    return "bfloat16" if on_gpu else fast_dtype(TRAINING_ROWS)
+
+
+def engine_dtype(settings: RolloutSettings, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+    """Return rollout.dtype; if it is auto, return bfloat16 on GPUs and for FP8, else the CPU's fast dtype."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "bfloat16" if on_gpu or settings.fp8 == "on" else fast_dtype(DECODING_ROWS)
 
 
 def choose_logprob_kernel(settings: ModelSettings, config: PretrainedConfig, device: torch.device) -> str:

@@ -91,6 +91,7 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     "gsm8k"    the same for the first number after the last "####"; the answer may be a whole GSM8K solution
     "math"     the last \boxed{...} equals the answer according to math-verify (verifiers/math.py)
     "code", "instructions"  fraction of tests passed or constraints met (verifiers/code.py, instructions.py)
+    "reasoning_gym"  the score in [0, 1] of a task of that package (verifiers/reasoning_gym.py)
     "module:function", "path/file.py:function"  the score of a custom function (verifiers/own.py).
                Kinds from untrusted data must not get here: data.prompts.load_prompts refuses function names.
     "0.8*math + 0.2*rewards.py:brevity"  the weighted mean; the first kind decides the status. A kind of
@@ -124,9 +125,10 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
         reply = run(question)
 
 
-def _opening(fields: dict) -> str:
-    """Return the tag that opens the completion's thought in the prompt, or ""."""
-    return opened_thought(fields["prompt"]) if isinstance(fields.get("prompt"), str) else ""
+def _opening(fields: dict, prefix: str = "") -> str:
+    """Return the tag that opens the completion's thought in the prompt before the prefix, or ""."""
+    prompt = fields.get("prompt")
+    return opened_thought(prompt.removesuffix(prefix)) if isinstance(prompt, str) else ""
 
 
 async def _verify(
@@ -178,6 +180,8 @@ async def _verify_part(
             return _code(completion, answer, code_limits)
         if kind == "instructions":
             return _instructions(completion, answer, fields)
+        if kind == "reasoning_gym":
+            return _reasoning_gym(completion, answer)
         function = load_function(kind)
         result = function.call(**function.arguments({**fields, "completion": completion, "answer": answer}))
         score, more = read_result(kind, await result if function.is_async else result, scale)
@@ -293,6 +297,12 @@ def _instructions(completion: str, answer: str, fields: dict) -> Verdict:
     return Verdict(*instructions.verify(completion, answer, **columns))
 
 
+def _reasoning_gym(completion: str, answer: str) -> Verdict:
+    from verifiers import reasoning_gym
+
+    return Verdict(*reasoning_gym.verify(completion, answer))
+
+
 # Rules are fast and need only the completion and the answer. Slow kinds may run for seconds.
 RULES = {
     "exact": _exact, "characters": _characters, "chain": _rule_of(verifiers.chain),
@@ -300,6 +310,7 @@ RULES = {
     "math": _rule_of(verifiers.math),
 }  # fmt: skip
 assert tuple(RULES) == RULE_KINDS
+TRIED = (*RULES, "reasoning_gym")  # kinds whose rows hold a right answer, which the start tries
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -316,6 +327,7 @@ class Scoring(Task[Verdict]):
     answer: str
     fields: dict
     opening: str = ""  # tag that opens the thought at the end of the prompt
+    prefix: str = ""  # data.answer_prefix, which the verifier reads before the completion
 
     reply_type = Verdict
 
@@ -340,7 +352,7 @@ class Scoring(Task[Verdict]):
         """Return the task with the fields that the kind reads."""
         names = [] if self.is_fast else traits.fields
         fields = {name: value for name, value in self.fields.items() if names is None or name in names}
-        return [self.kind, self.completion, self.answer, fields, self.opening]
+        return [self.kind, self.completion, self.answer, fields, self.opening, self.prefix]
 
     def prepare(self) -> Traits:
         """Import the verifiers and functions of the kind; run() reports an import that fails."""
@@ -348,6 +360,11 @@ class Scoring(Task[Verdict]):
         if "math" in terms:
             with contextlib.suppress(Exception):
                 verifiers.math.warm_up()
+        if "reasoning_gym" in terms:
+            from verifiers import reasoning_gym
+
+            with contextlib.suppress(Exception):
+                reasoning_gym.load()
         names_of_functions = functions_of(self.kind)
         functions = []
         for name in names_of_functions:
@@ -364,7 +381,7 @@ class Scoring(Task[Verdict]):
 
     async def run(self, worker: Worker) -> Verdict:
         """Score the completion."""
-        text = worker.decode(self.completion)
+        text = self.prefix + worker.decode(self.completion)
         try:
             return await _verify(
                 self.kind, text, self.answer, self.fields, worker.code_limits, self.opening, **worker.scales
@@ -384,7 +401,7 @@ class Scoring(Task[Verdict]):
         verdicts = {}
         for _, term in parts_of(self.kind):
             reference = as_completion(term, self.answer)
-            control = yield replace(self, kind=term, completion=reference, opening="")
+            control = yield replace(self, kind=term, completion=reference, opening="", prefix="")
             if control.failed and term == self.kind:
                 return verdict
             is_certain = term == self.kind and OF_CPU_TIME in verdict.detail
@@ -397,6 +414,11 @@ def as_completion(term: str, answer: str) -> str:
     """Return a completion that a verifier must be able to score: for most kinds the reference answer."""
     if term == "code":
         return "```python\npass\n```"
+    if term == "reasoning_gym":
+        from verifiers import reasoning_gym
+
+        with contextlib.suppress(ValueError):  # the verifier reports that an answer is not JSON
+            return f"<answer>{reasoning_gym.reference_of(answer)}</answer>"
     return {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}.get(term, answer)
 
 
@@ -420,7 +442,7 @@ class ReferenceCheck(Scoring):
     async def run(self, worker: Worker) -> Verdict:
         """Score the reference answer."""
         verdict = await super().run(worker)
-        is_right = verdict.status == "ok" and self.kind in RULES
+        is_right = verdict.status == "ok" and self.kind in TRIED
         return (
             replace(verdict, detail="\n".join(_comparison_of(self.kind, self.answer)))
             if is_right
@@ -432,6 +454,10 @@ def _comparison_of(kind: str, answer: str) -> tuple[str, str]:
     """Return how a rule compares a reference answer, and the value, in which equal answers agree."""
     if kind == "math":
         return verifiers.math.comparison_of(answer)
+    if kind == "reasoning_gym":
+        from verifiers import reasoning_gym
+
+        return str(reasoning_gym.read_row(answer)["task"]), reasoning_gym.reference_of(answer)
     if kind not in ("numeric", "gsm8k"):
         return "text", answer.strip()
     match = _NUMBER.search(answer.rpartition("####")[2])
@@ -460,18 +486,19 @@ class RewardPool(WorkerPool[Verdict]):
         answer: str,
         fields: dict | None = None,
         task: type[Scoring] = Scoring,
+        prefix: str = "",
     ) -> None:
         """Queue one completion, see WorkerPool.put().
 
         A completion may be a list of token ids if the pool has a tokenizer; special tokens are dropped.
         fields: {name: JSON value} of prompt, messages and columns; a worker gets the fields that its kind
-        takes.
+        takes. prefix: data.answer_prefix, the end of fields["prompt"], with which the judged text begins.
         """
         _check(kind, completion, answer, (str, list))
         if isinstance(completion, list) and not self.options.tokenizer:
             raise ValueError("token ids need a pool with a tokenizer; pass tokenizer= or text")
         fields = fields or {}
-        self.put(key, task(kind, completion, answer, fields, _opening(fields)))
+        self.put(key, task(kind, completion, answer, fields, _opening(fields, prefix), prefix))
 
     def _finish(self, item, reply) -> None:
         super()._finish(item, reply)
@@ -568,11 +595,11 @@ def impossible_references(
                     read_tests(answer, "")
                 except Exception as error:  # broken data can raise anything
                     reasons[index] = f"{answer[:80]!r}: error: {explain(error)}"
-            if term in RULES:
+            if term in TRIED:
                 indices_of.setdefault((term, answer, ""), []).append(index)
             elif term == "instructions":
                 indices_of.setdefault((term, answer, json.dumps(fields, default=str)), []).append(index)
-    fields_of = {key: {} if key[0] in RULES else rows[of_key[0]][2] for key, of_key in indices_of.items()}
+    fields_of = {key: {} if key[0] in TRIED else rows[of_key[0]][2] for key, of_key in indices_of.items()}
     verdicts = _check_references(pool, fields_of)
     undecided = {key: verdict for key, verdict in verdicts.items() if _is_undecided(verdict)}
     if undecided:
@@ -585,16 +612,16 @@ def impossible_references(
         )
     for key, verdict in verdicts.items():
         term, answer, _ = key
-        if key not in undecided and (verdict.failed or (verdict.status != "ok" and term in RULES)):
+        if key not in undecided and (verdict.failed or (verdict.status != "ok" and term in TRIED)):
             reason = verdict.detail or f"{term} does not accept the reference answer as a completion"
             reasons |= dict.fromkeys(indices_of[key], f"{answer[:80]!r}: {verdict.status}: {reason}")
     pool.latencies = []  # only latencies of training are reported
     for index, (kind, answer, _) in enumerate(rows if comparisons is not None else ()):
         terms = _weighted_terms(kind)
-        term = next((term for term in terms if term in RULES), terms[0])
-        detail = verdicts[term, answer, ""].detail if term in RULES else ""
+        term = next((term for term in terms if term in TRIED), terms[0])
+        detail = verdicts[term, answer, ""].detail if term in TRIED else ""
         how, _, value = detail.partition("\n")
-        if index not in reasons and (term not in RULES or value):
+        if index not in reasons and (term not in TRIED or value):
             comparisons[index] = (how or COMPARISONS.get(term, "the score of a function"), value)
     return dict(sorted(reasons.items()))
 

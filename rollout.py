@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from batch import Completion, Request
+from batch import UNFINISHED, Completion, Request
 from fp8 import FP8_QUANTIZATION, check_fp8, quantise_for_engine
 from memory_plan import CPU_BLOCK_SIZE, block_size_of, check_kv_cache, kv_bytes_per_token, memory_share
-from moe_model import is_moe_layer, num_experts_of
+from moe_model import engine_dtype, is_moe_layer, num_experts_of
 from runtime.machine import device_of_rank, fp8_toolkit
 from runtime.memory import GIB, fixed_segments
 from runtime.schedule import CacheRoom, WaitingLine
@@ -92,6 +92,7 @@ class RolloutEngine:
         set_vllm_environment(self.on_gpu, settings.fp8 == "on")
         from transformers import AutoConfig
 
+        settings = settings.model_copy(update={"dtype": engine_dtype(settings, self.on_gpu)})
         self.settings = settings
         self.max_model_len = max_model_len
         self.hf_config = AutoConfig.from_pretrained(
@@ -153,12 +154,15 @@ class RolloutEngine:
         on_step: Callable[[], object] = lambda: None,
         capture_routes: bool = True,
         episodes: "Turns | None" = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
         """Sample all requests in the order of a WaitingLine; return a completion for each request.
 
         on_finished(index, completion): called when a completion ends. on_step(): called after each step of
         the engine. capture_routes: return routed experts, if the engine can. episodes: decides what follows a
-        turn of the requests; None: every request is an episode of one turn.
+        turn of the requests; None: every request is an episode of one turn. is_over(): asked after each step,
+        ends the rollout; completions then may be UNFINISHED, and have no routes. Only with an engine per rank
+        and without episodes.
 
         The ranks of a shared engine pass different requests, with group numbers that are unique among the
         ranks, and each rank receives the completions of its requests. vLLM runs a scheduler on every rank,
@@ -178,12 +182,17 @@ class RolloutEngine:
         if episodes is not None and self.settings.tensor_parallel > 1:
             turns = SharedTurns(episodes, local, self.tensor_parallel_group())
         engine_requests = [request.after_prefix() for request in engine_requests]
-        completions, captured = self.run_requests(engine_requests, local, turns, on_finished, on_step)
+        completions, captured = self.run_requests(
+            engine_requests, local, turns, on_finished, on_step, is_over
+        )
         if not self.is_capturing:
             return completions
-        num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
-        routes = validate_routes(captured, num_rows, self.hf_config)
-        return [dataclasses.replace(c, routed_experts=ids) for c, ids in zip(completions, routes)]
+        ended = [i for i, completion in enumerate(completions) if completion.finish_reason != UNFINISHED]
+        num_rows = [len(requests[i].prompt_ids) + len(completions[i].token_ids) - 1 for i in ended]
+        routes = validate_routes([captured[i] for i in ended], num_rows, self.hf_config)
+        for i, ids in zip(ended, routes):
+            completions[i] = dataclasses.replace(completions[i], routed_experts=ids)
+        return completions
 
     def gather_requests(self, requests: list[Request]) -> tuple[list[Request], int]:
         """Return the requests of all ranks of this engine, and the index of this rank's first request."""
@@ -196,7 +205,13 @@ class RolloutEngine:
         return sum(gathered, []), first
 
     def run_requests(
-        self, requests: list[Request], local: range, turns: "Turns", on_finished: Callable, on_step: Callable
+        self,
+        requests: list[Request],
+        local: range,
+        turns: "Turns",
+        on_finished: Callable,
+        on_step: Callable,
+        is_over: Callable[[], bool],
     ) -> tuple[list[Completion], list[np.ndarray | None]]:
         """Run requests to the end: fill the engine, and start the next request as soon as one has ended.
 
@@ -231,12 +246,35 @@ class RolloutEngine:
                     on_finished(index - local.start, completion)
             line.room.take_step()
             on_step()
+            if line.is_busy and is_over():
+                for index, turn in self.stop_requests(line, time.perf_counter() - start).items():
+                    turns.end_turn(index, turn, None)
+                for index, completion in turns.poll(0.0):
+                    completions[index] = completion.with_version(self.policy_version)
+                break
         if num_steps:
             seconds = time.perf_counter() - start
             self.seconds_per_step = seconds / num_steps
             self.tokens_per_second = line.room.tokens / seconds
             self.previous_rollout = (line.room.tokens, line.room.ended)
         return completions, [turns.routes_of(index) for index in local]
+
+    def stop_requests(self, line: "TurnLine", seconds: float) -> dict[int, Completion]:
+        """Abort all requests that have not ended; return the tokens of each that it has sampled so far."""
+        from vllm.v1.engine import FinishReason
+
+        processor = self.engine.output_processor
+        empty = Completion([], [], UNFINISHED, seconds)
+        turns = dict.fromkeys([*line.running.values(), *line.waiting.waiting, *line.returning], empty)
+        for turn_id, index in line.running.items():
+            (internal_id,) = processor.external_req_ids[turn_id]
+            state = processor.request_states[internal_id]
+            sample = state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
+            if sample.token_ids:
+                turn = completion_of(sample, seconds, topk=0)
+                turns[index] = dataclasses.replace(turn, finish_reason=UNFINISHED)
+        self.engine.abort_request([*line.running])
+        return turns
 
     def switch_capture(self, on: bool) -> None:
         """Start or stop the capture of routed experts, for the next requests; none may be running.

@@ -7,24 +7,17 @@ length-aware schedule (arXiv 2512.07710): they order requests and balance ranks,
 import statistics
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch.distributed as dist
 from tqdm import tqdm
 
-from batch import Completion, Group, Request
+from batch import UNFINISHED, Completion, Group, Job, Request
 from data.prompts import Prompt
 from data.stream import seed_of
+from extras.base import active
 from lifecycle import Run
 from runtime.schedule import verdict_tokens
 from settings import Config
-
-
-class Job(NamedTuple):
-    """Completions of one group to sample in a round."""
-
-    group: Group
-    samples: range  # their numbers within the group
 
 
 def rollout_number(run: Run) -> int:
@@ -131,10 +124,12 @@ def generate(run: Run, requests: list[Request], prompts: list[Prompt], phase: st
     hidden = None if dist.get_rank() == 0 else True  # None: visible on a terminal only
     progress = tqdm(total=len(requests), desc=phase, position=1, leave=False, delay=1.0, disable=hidden)
     num_ended = 0
+    ended = [False] * len(requests)
 
     def on_finished(index: int, completion: Completion) -> None:
         nonlocal num_ended
         num_ended += 1
+        ended[index] = True
         if overlap:
             submit(run, index, prompts[index], completion)
         progress.update()
@@ -142,20 +137,26 @@ def generate(run: Run, requests: list[Request], prompts: list[Prompt], phase: st
     def describe() -> str:
         return f"{len(requests) - num_ended} of {len(requests)} completions to generate"
 
+    enders = [extra for extra in active(run.config) if extra.ends_rollouts and phase == "rollout"]
+    options = {"is_over": lambda: any(extra.is_over(run, requests, ended) for extra in enders)}
     captures = phase == "rollout" and captures_routes(run.config, run.state.step)
     episodes = run.interaction.episodes(requests, prompts) if run.interaction else None
     with run.clock(phase, describe):
         completions = run.engine.generate(
-            requests, run.state.step, on_finished, run.pool.poll, captures, episodes
-        )
+            requests, run.state.step, on_finished, run.pool.poll, captures, episodes,
+            **options if enders else {},
+        )  # fmt: skip
     progress.close()
     with run.clock("reward", run.pool.describe):
         if not overlap:
             for index, completion in enumerate(completions):
-                submit(run, index, prompts[index], completion)
+                if completion.finish_reason != UNFINISHED:
+                    submit(run, index, prompts[index], completion)
         verdicts = run.pool.collect()
     return [
-        completion if completion.verdict else replace(completion, verdict=verdicts[index])
+        completion
+        if completion.verdict or completion.finish_reason == UNFINISHED
+        else replace(completion, verdict=verdicts[index])
         for index, completion in enumerate(completions)
     ]
 
@@ -171,4 +172,4 @@ def submit(run: Run, key: Hashable, prompt: Prompt, completion: Completion) -> N
     if run.config.reward.decode == "engine":
         completion_or_text = run.tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
     fields = prompt.fields | completion.fields
-    run.pool.submit(key, prompt.kind, completion_or_text, prompt.answer, fields)
+    run.pool.submit(key, prompt.kind, completion_or_text, prompt.answer, fields, prefix=prompt.prefix)

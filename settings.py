@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from data.formats import stem_of
-from extras.settings import CenteringSettings, LoraSettings, TeacherSettings
+from extras.settings import CarrySettings, CenteringSettings, LoraSettings, TeacherSettings
 from runtime.config import Section, Switch, setting
 from verifiers.kinds import KINDS, functions_of, parts_of
 
@@ -536,8 +536,11 @@ class RolloutSettings(Section):
         "token ids and texts that end a completion, in addition to the model's end-of-sequence tokens, for "
         'example ["</answer>"]',
     )
-    dtype: Literal["float32", "bfloat16"] = setting(
-        "bfloat16", "precision of the engine's weights and activations"
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "precision of the engine's weights and activations. auto: bfloat16 on GPUs, for fp8 on, and on CPUs "
+        "that multiply few rows at least 1.5 times as fast in bfloat16, else float32; chosen at the first "
+        "launch, and a resume keeps it.",
     )
     max_num_seqs: int | None = setting(
         None,
@@ -802,6 +805,11 @@ class DataSettings(Section):
     )
     chat_template_args: dict[str, Any] = setting(
         {}, "arguments of the chat template, for example {enable_thinking: false}"
+    )
+    answer_prefix: Text = setting(
+        "",
+        "text that opens every completion, for example Answer: (a prefill of the assistant's turn). It is "
+        "part of the prompt for the policy, and part of the text for verifiers, judges and pages",
     )
     date: Annotated[str, BeforeValidator(iso_date)] | None = setting(
         None,
@@ -1122,6 +1130,7 @@ class Config(Section):
     teacher: TeacherSettings = TeacherSettings()
     centering: CenteringSettings = CenteringSettings()
     lora: LoraSettings = LoraSettings()
+    carry: CarrySettings = CarrySettings()
     train: TrainSettings = TrainSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

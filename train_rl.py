@@ -54,6 +54,7 @@ from batch import (
     ZERO_VARIANCE,
     Group,
     GroupOutcome,
+    Job,
     LossInputs,
     PolicyOutputs,
     Rollout,
@@ -92,7 +93,7 @@ from runtime.learning_rate import learning_rate, set_learning_rate
 from runtime.memory import return_freed_memory
 from runtime.metrics import UpdateWork, batch_metrics, mismatch_statistics, old_pass_metrics, prompt_account
 from runtime.schedule import deal_groups, exchange, longest_first, micro_batches_of, sequence_lengths
-from sampling import Job, generate, requests_of, rollout_number, set_expected_costs
+from sampling import generate, requests_of, rollout_number, set_expected_costs
 from settings import (
     MAX_ENTROPY_GROUPS,
     AlgorithmSettings,
@@ -247,8 +248,10 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     account: Counter[str] = Counter()
     probing: list[int] = []  # slots whose probe has not stopped the group
     last_round: list[int] = []  # slots of the last round
-    num_new = num_new_prompts(outcomes, last_round, probing, config)
-    while num_new or probing:
+    carried = [job for extra in active(config) for job in extra.jobs(run)]  # of earlier steps
+    groups += [job.group for job in carried]
+    num_new = num_new_prompts(outcomes, last_round, probing, config) - len(carried)
+    while num_new or probing or carried:
         chosen, num_offered = choose_prompts(
             num_new, run.state.consumed_prompts, run.history, number, config, run.offers,
             run.state.stage.first_prompt,
@@ -265,16 +268,18 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
         later_samples = range(zero.probe_size, group_size)  # of groups that go on after their probe
         jobs = [Job(groups[slot], later_samples) for slot in probing]
         jobs += [Job(group, first_samples) for group in new_groups]
-        round_outcomes = generate_round(run, jobs)
+        round_outcomes = generate_round(run, carried + jobs)
+        carried = []
         outcomes |= {outcome.slot: outcome for outcome in round_outcomes}
         probing = [o.slot for o in round_outcomes if is_continued(o, run.history, number, config)]
         last_round = [outcome.slot for outcome in round_outcomes]
-        is_over = account["rounds"] >= zero.max_rounds
+        is_over = account["rounds"] >= zero.max_rounds or any(e.ends_rollouts for e in active(config))
         num_new = 0 if is_over else num_new_prompts(outcomes, last_round, probing, config)
     num_stopped = sum(outcome.completions < group_size for outcome in outcomes.values())
     account["probed"] = len(outcomes) if zero.probe_size else 0
     account["stopped"] = num_stopped
-    return [group for group in groups if group.rank == dist.get_rank()], outcomes, account
+    finished = [group for group in groups if group.rank == dist.get_rank() and group.slot in outcomes]
+    return finished, outcomes, account
 
 
 def next_rollout(run: Run) -> Rollout:
@@ -304,7 +309,7 @@ def outcome_of(group: Group, config: Config) -> GroupOutcome:
 
 
 def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
-    """Deal jobs to ranks, sample and score; return all ranks' outcomes by slot. Collective."""
+    """Deal jobs to ranks, sample and score; return the outcomes of finished groups by slot. Collective."""
     set_expected_costs(run, jobs)
     deal_jobs(jobs)
     local_jobs = [job for job in jobs if job.group.rank == dist.get_rank()]
@@ -313,9 +318,13 @@ def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
         requests = extra.requests(run, local_jobs, requests)
     completions = iter(generate(run, requests, prompts, "rollout"))
     for group, samples in local_jobs:
-        group.completions += [next(completions) for _ in samples]
+        for sample in samples:
+            group.add(sample, next(completions))
+    finished = [group for group, _ in local_jobs if group.is_finished]
+    for extra in active(run.config):
+        extra.keep(run, [group for group, _ in local_jobs if not group.is_finished])
     gathered: list[list[GroupOutcome]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, [outcome_of(group, run.config) for group, _ in local_jobs])
+    dist.all_gather_object(gathered, [outcome_of(group, run.config) for group in finished])
     return sorted(sum(gathered, []), key=lambda outcome: outcome.slot)
 
 
@@ -1281,6 +1290,7 @@ def add_rewards(run: Run, batch: RolloutBatch) -> dict[str, tuple[float, float]]
     ids = batch.answer_ids if run.judge else []
     # batch_decode([]) would return one empty text
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+    texts = [prompt.prefix + text for prompt, text in zip(batch.prompts, texts)]
     rewards = compute_rewards(batch, run.judge, texts, run.config)
     batch.rewards, batch.valid = refuse_nonfinite_rewards(
         rewards, batch.valid, batch, run.config, run.state.step

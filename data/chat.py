@@ -12,6 +12,7 @@ from datetime import datetime
 
 from data.formats import BadRow, half_a_character
 from runtime.launch import one_line
+from verifiers.answer import final_answer, opened_thought
 
 ROLES = ("system", "user", "assistant")
 NOT_RENDERED = "whose messages cannot be rendered"
@@ -87,12 +88,25 @@ def special_tokens(tokenizer) -> list[str]:
     return sorted({*tokenizer.all_special_tokens, *added}, key=lambda token: (-len(token), token))
 
 
+def refuse_special_prefix(prefix: str, tokenizer, allows_special: bool) -> None:
+    """Raise ValueError if data.answer_prefix has a token that ends a completion, or another special token."""
+    for start, end in token_spans(prefix, tokenizer):
+        token = prefix[start:end].strip()
+        place = f"data.answer_prefix {prefix!r}: the special token {token!r}"
+        if token == tokenizer.eos_token:
+            raise ValueError(f"{place} ends a completion before it begins: remove the token")
+        if not allows_special:
+            raise ValueError(
+                f"{place} may end the turn: remove it, or allow it with data.special_tokens=true"
+            )
+
+
 @contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float, what: str = "the chat template") -> Iterator[None]:
     """Raise TimeoutError in the main thread after some seconds of a with block; no limit in other threads."""
 
     def stop(number, frame):
-        raise TimeoutError(f"the chat template has not ended after {seconds:g} s")
+        raise TimeoutError(f"{what} has not ended after {seconds:g} s")
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -229,6 +243,29 @@ class ChatTemplate:
             why = f"the chat template failed: {type(error).__name__}: {error}"
             raise BadRow(where, NOT_RENDERED, why) from error
         return messages, text
+
+    def check_prefix(self, prefix: str, prompt) -> None:
+        """Raise ValueError unless the template keeps a text that begins the assistant's turn.
+
+        prompt: a rendered prompt, which ends with the prefix. If template or prefix write a thought, only the
+        text after it is compared, because templates rewrite the thoughts of turns that have ended.
+        """
+        turn = {"role": "assistant", "content": f"{prefix}7"}  # a character of the completion
+        try:
+            start = len(self.text(prompt.messages, add_generation_prompt=False))
+            text = self.text([*prompt.messages, turn], add_generation_prompt=False)
+            is_kept = text.startswith(f"{prompt.text}7")
+            if final_answer(prompt.text[start:]) != prompt.text[start:]:
+                opening = opened_thought(prompt.text.removesuffix(prefix))
+                is_kept = f"{final_answer(prefix, opening) or prefix}7" in text
+            reason = "" if is_kept else "the chat template drops or changes this text"
+        except Exception as error:  # a template can raise errors of any type
+            reason = f"the chat template takes no turn of the assistant ({error})"
+        if reason:
+            raise ValueError(
+                f"data.answer_prefix {prefix!r}: {reason} at the beginning of the assistant's turn; use "
+                "another text (spaces and line breaks at its ends are often dropped), or data.chat=never"
+            )
 
     def text(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
         """Render messages as they are, with the tools; a template can raise errors of any type."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from data.chat import ChatTemplate, is_messages, read_messages, token_spans
+from data.chat import ChatTemplate, is_messages, read_messages, refuse_special_prefix, token_spans
 from data.formats import (
     BadRow,
     Table,
@@ -62,6 +62,11 @@ def check_data(data: DataSettings) -> None:
             "data.chat never renders nothing, but turns are messages of the chat template: set "
             "data.chat=always"
         )
+    if data.answer_prefix and (data.tools or data.environment):
+        raise ValueError(
+            "data.answer_prefix opens a single completion, and data.tools or data.environment make several "
+            "turns: leave one of the two out"
+        )
     for source in data.eval:
         if source.holdout or source.weight != 1:
             raise ValueError(f"data.eval[] {source.place}: weight and holdout are for data.train[] only")
@@ -101,6 +106,7 @@ class Prompt:
     # {name: value} of the prompt's own column, for custom verifiers; {} if it is called prompt or messages.
     # `columns` lacks it, because a resume compares the digest of `columns`, and the text says the same.
     prompt_column: dict = field(default_factory=dict, compare=False)
+    prefix: str = ""  # data.answer_prefix, the end of `text`: verifiers read prefix + completion
 
     @property
     def fields(self) -> dict:
@@ -111,7 +117,7 @@ class Prompt:
     def conversation(self) -> str:
         """Return the prompt for a reader with another chat template: the messages without special tokens."""
         if self.messages is None:
-            return self.text
+            return self.text.removesuffix(self.prefix)
         if len(self.messages) == 1:
             return self.messages[0]["content"]
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
@@ -161,6 +167,9 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
     dropped: list[dict] = []
     rows = make_rows(tables, maker, data, dropped)
     remarks = ""
+    chat = next((row.prompt for row in rows if row.prompt.is_chat), None)
+    if data.answer_prefix and chat is not None:
+        maker.renderer.check_prefix(data.answer_prefix, chat)
     if rows:
         refuse_unused_kind(source, maker.columns, rows, tables)
         num_ungraded = sum(row.prompt.difficulty is None for row in rows) if source.difficulty else 0
@@ -271,6 +280,7 @@ class PromptMaker:
     columns: dict[str, str | None]  # {role: column} for each role in COLUMNS
     kind: str | None  # verifier of rows that name none; None: gsm8k or math, by data_source and answer
     allowed: set[str]  # functions that rows may name
+    prefix: str = ""  # data.answer_prefix
 
     @classmethod
     def of(cls, source: PromptSource, data: DataSettings, tokenizer, allowed: set, tables: list[Table]):
@@ -280,8 +290,13 @@ class PromptMaker:
         renderer = ChatTemplate(tokenizer, data.system_prompt, data.chat_template_args, tools, date=data.date)
         if data.chat == "always":
             renderer.check(source.path)
+        if data.answer_prefix and tokenizer is not None:
+            refuse_special_prefix(data.answer_prefix, tokenizer, data.special_tokens)
         allowed = {function for kind in allowed - {None} for function in functions_of(kind)}
-        return cls(source, data.chat, renderer, data.special_tokens, columns, source.kind, allowed)
+        return cls(
+            source, data.chat, renderer, data.special_tokens, columns, source.kind, allowed,
+            data.answer_prefix,
+        )  # fmt: skip
 
     def make(self, row: dict, where: str) -> Prompt:
         """Return the prompt of a row; BadRow if the row cannot become a prompt."""
@@ -296,8 +311,9 @@ class PromptMaker:
         is_chat = messages is not None
         label = self.source.label
         return Prompt(
-            text, answer, kind, label, difficulty, messages, columns, is_chat, question, prompt_column
-        )
+            text + self.prefix, answer, kind, label, difficulty, messages, columns, is_chat, question,
+            prompt_column, self.prefix,
+        )  # fmt: skip
 
     def kind_of(self, row: dict, where: str) -> str:
         """Return the verifier of a row; ValueError if the row names a function outside of the settings."""

@@ -44,6 +44,7 @@ from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
+import torch
 import torch.distributed as dist
 import yaml
 from pydantic import ValidationError
@@ -53,7 +54,7 @@ from tqdm import tqdm
 from data.chat import load_tokenizer, reads_clock
 from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
 from data.stream import chat_warnings, digest_of_rows, drop_overlong, dropped_line, seed_of, set_lines
-from moe_model import checkpoint_shards, load_config, model_folder
+from moe_model import checkpoint_shards, engine_dtype, load_config, model_folder
 from reward import Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
 from runtime.agreement import check_inputs_agree, digests_of_input
@@ -218,7 +219,7 @@ def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, prog
     def submit(index: int, completion: Completion) -> None:
         prompt = prompts[index // args.samples]
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        pool.submit(index, prompt.kind, text, prompt.answer, prompt.fields)
+        pool.submit(index, prompt.kind, text, prompt.answer, prompt.fields, prefix=prompt.prefix)
         pool.poll()
         progress.update(dist.get_world_size())  # estimate: the other ranks progress at the same speed
 
@@ -330,9 +331,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--chunk", type=int, default=256, help="prompts per write to --output (default: %(default)s)")
     add(
         "--dtype",
-        choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="dtype of vLLM (default: %(default)s)",
+        choices=["auto", "bfloat16", "float32"],
+        default="auto",
+        help="dtype of vLLM (default: auto, see rollout.dtype)",
     )
     add("--kv-cache-gib", type=float, help="memory for keys and values per rank (default: vLLM decides)")
     add("--max-num-seqs", type=int, default=256, help="parallel completions per rank (default: %(default)s)")
@@ -367,6 +368,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     add("--chat", choices=["auto", "always", "never"], help="render with the chat template (default: auto)")
     add("--system-prompt", help="system message for rendered prompts that lack one")
     add("--chat-template-args", metavar="YAML", help='for example "{enable_thinking: false}"')
+    add("--answer-prefix", help="text that opens every completion, see data.answer_prefix")
     add("--date", help="date that the chat template writes (default: the output's, or today)")
     add("--on-bad-row", choices=["stop", "drop"], help="stop at a bad row, or drop it (default: stop)")
     add("--special-tokens", action="store_true", default=None, help="allow special tokens in messages")
@@ -425,12 +427,22 @@ def trailing_settings(args: argparse.Namespace) -> tuple[RewardSettings, list[st
     return sections["reward"], sections["rollout"].stop
 
 
+def earlier_choice(output: Path, name: str) -> str | None:
+    """Return a value of the first row that an earlier command has written; None without such a row."""
+    with contextlib.suppress(OSError, ValueError, AttributeError), output.open() as file:
+        return json.loads(file.readline()).get(name)
+    return None
+
+
 def date_of(output: Path) -> str:
     """Return the date that a chat template writes into the prompts: of an earlier command, or today's."""
-    with contextlib.suppress(OSError, ValueError, AttributeError), output.open() as file:
-        if date := json.loads(file.readline()).get("date"):
-            return date
-    return datetime.now().date().isoformat()
+    return earlier_choice(output, "date") or datetime.now().date().isoformat()
+
+
+def dtype_of(args: argparse.Namespace) -> str:
+    """Return --dtype; for auto, the dtype of an earlier command, or the choice of rollout.dtype auto."""
+    earlier = earlier_choice(args.output, "dtype") if args.dtype == "auto" else None
+    return earlier or engine_dtype(RolloutSettings(dtype=args.dtype), torch.cuda.is_available())
 
 
 def header_of(args: argparse.Namespace, kinds: list[str]) -> dict:
@@ -453,6 +465,7 @@ def main(args: argparse.Namespace) -> None:
     join_ranks()
     date = from_rank_0(args.data.date or date_of(args.output))
     args.data = args.data.model_copy(update={"date": date})
+    args.dtype = from_rank_0(dtype_of(args))
     prompts, prompt_ids, tokenizer, notes = read_prompts(args)
     rows_of_rank = {"--prompts": digest_of_rows(zip(prompts, prompt_ids))}
     check_inputs_agree(digests_of_input("--model", args.model) | rows_of_rank)

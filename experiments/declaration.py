@@ -38,7 +38,7 @@ import yaml
 
 from experiments.history import descends, git, is_complete, is_known
 from runtime.config import flat_settings, read_config
-from runtime.old_settings import with_present_names
+from runtime.old_settings import settings_of_record
 from settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,7 +185,7 @@ def setting_problems(study: Path, declared: dict, records: list[dict], settings_
     for record in records:
         row = record["row"]
         expected = settings_by_row.get(row)
-        text = json.dumps(with_present_names(record.get("settings", {})))
+        text = json.dumps(settings_of_record(record))
         recorded = json.loads(re.sub(rf"/{recipe}_\d+/", f"/{recipe}/", text) if recipe else text)
         for name in sorted(recorded.keys() | expected.keys()) if expected else ():
             if recorded.get(name) != expected.get(name) and not may_differ(name) and name not in admitted:

@@ -352,7 +352,8 @@ def sample(engine, pool, interaction, tokenizer, tasks: list[Task], args, settin
         texts[index] = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         if completion.verdict is None:
             answer = tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
-            pool.submit(index, prompt.kind, answer, prompt.answer, {**prompt.fields, **completion.fields})
+            fields = {**prompt.fields, **completion.fields}
+            pool.submit(index, prompt.kind, answer, prompt.answer, fields, prefix=prompt.prefix)
         progress.update(
             int(os.environ["WORLD_SIZE"])
         )  # an estimate: all ranks advance at about the same pace
@@ -379,7 +380,7 @@ def row_of(
         "prompt_index": task.prompt_index, "source": prompt.source, "kind": prompt.kind,
         "difficulty": prompt.difficulty, "prompt": prompt.text, "messages": prompt.messages,
         "answer": prompt.answer, "sample": number,
-        "temperature": temperature, "completion": text, **asdict(verdict),
+        "temperature": temperature, "completion": prompt.prefix + text, **asdict(verdict),
         "num_tokens": len(completion.token_ids), "finish_reason": completion.finish_reason,
         "prompt_ids": task.prompt_ids, "token_ids": completion.token_ids,
         "rollout_logprobs": of_sampled(completion.logprobs, completion.sampled_mask),
@@ -602,7 +603,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=512, help="limit of a completion (default: %(default)s)")
     add("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of sampling and bootstrap (default: %(default)s)")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of engine and trainer")
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="of engine and trainer")
     add("--kv-cache-gib", type=float, help="GiB of keys and values per rank (default: chosen by vLLM)")
     add(
         "--max-num-seqs",
@@ -721,12 +722,30 @@ def sleep_level(args: argparse.Namespace) -> int:
     return 2 if args.trainer_logprobs and torch.cuda.is_available() else 0
 
 
-def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
-    """Evaluate the model in a folder and write the output files. Collective."""
-    from data.chat import load_tokenizer, reads_clock
-    from data.stream import digest_of_rows
+def without_auto(settings, tokenizer, date: str | None):
+    """Return the settings with rank 0's choices of rollout.dtype auto and data.date null. Collective.
+
+    date: of the prompts if the chat template writes one; None: today.
+    """
+    import torch
+
+    from data.chat import reads_clock
     from lifecycle import with_date
     from memory_plan import with_setting
+    from moe_model import engine_dtype
+    from runtime.schedule import from_rank_0
+
+    dtype = from_rank_0(engine_dtype(settings.rollout, torch.cuda.is_available()))
+    settings = with_setting(settings, "rollout.dtype", dtype)
+    if not reads_clock(tokenizer):
+        return settings
+    return with_date(with_setting(settings, "data.date", date), None)
+
+
+def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
+    """Evaluate the model in a folder and write the output files. Collective."""
+    from data.chat import load_tokenizer
+    from data.stream import digest_of_rows
     from moe_model import load_config
     from runtime.agreement import check_inputs_agree, digests_of_input
     from runtime.checkpoint import digest_of_weights
@@ -735,8 +754,7 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     settings = read_settings(args, hf_config.max_position_embeddings)
     refuse_overwriting(args, settings.data.eval)
     tokenizer = load_tokenizer(folder)
-    if reads_clock(tokenizer):
-        settings = with_date(with_setting(settings, "data.date", date_of(args.model, settings)), None)
+    settings = without_auto(settings, tokenizer, date_of(args.model, settings))
     tasks, notes = load_tasks(settings, tokenizer, args.seed)
     rows_of_rank = {"--data": digest_of_rows((task.prompt, task.prompt_ids) for task in tasks)}
     check_inputs_agree(digests_of_input("--model", folder) | rows_of_rank)
@@ -763,8 +781,8 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
 
 
 TRAINED_WITH = (
-    "data.chat", "data.system_prompt", "data.chat_template_args", "data.tools", "data.environment",
-    "rollout.stop", "rollout.max_turns", "reward.binary",
+    "data.chat", "data.system_prompt", "data.chat_template_args", "data.answer_prefix", "data.tools",
+    "data.environment", "rollout.stop", "rollout.max_turns", "reward.binary",
 )  # fmt: skip
 
 

@@ -186,9 +186,11 @@ class Task:
     new_tokens: float  # mean length of completions
 
     def __post_init__(self):
-        """Replace model.dtype auto and rollout.sleep_level null by the values that they mean on GPUs."""
-        dtype = moe_model.policy_dtype(self.config.model, on_gpu=True)
-        config = memory_plan.with_setting(self.config, "model.dtype", dtype)
+        """Replace dtypes auto and rollout.sleep_level null by the values that they mean on GPUs."""
+        policy = moe_model.policy_dtype(self.config.model, on_gpu=True)
+        engine = moe_model.engine_dtype(self.config.rollout, on_gpu=True)
+        config = memory_plan.with_setting(self.config, "model.dtype", policy)
+        config = memory_plan.with_setting(config, "rollout.dtype", engine)
         object.__setattr__(self, "config", memory_plan.with_sleep_level(config, on_gpu=True))
 
     def with_settings(self, change: dict) -> "Task":

@@ -115,10 +115,13 @@ def train(settings: list[str]) -> None:
 def evaluate(model: Path, completions: Path) -> None:
     """Complete the held-out prompts greedily, under the rollout settings of the run that owns the file."""
     rollout = yaml.safe_load((completions.parent / "config.yaml").read_text())["rollout"]
+    dtype = json.loads((completions.parent / "versions.json").read_text()).get(
+        "rollout_dtype", rollout["dtype"]
+    )
     call(
         *torchrun(NUM_RANKS), ROOT / "experiments" / "evaluate.py", "--model", model, "--no-trainer-logprobs",
         "--data", PROMPTS / "test.jsonl", "--chat", "always", "--samples", 0, "--max-new-tokens",
-        rollout["max_new_tokens"], "--dtype", rollout["dtype"], "--kv-cache-gib", rollout["kv_cache_gib"],
+        rollout["max_new_tokens"], "--dtype", dtype, "--kv-cache-gib", rollout["kv_cache_gib"],
         "--completions", completions,
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ from experiments import records, report, starts
 from experiments.bench.common import markdown
 from experiments.declaration import warnings_of_launch
 from runtime.config import differences, flat_settings, with_paths_from
-from runtime.old_settings import present_settings, with_present_names
+from runtime.old_settings import present_settings, settings_of_record
 from runtime.provenance import commit_of
 
 STUDIES = ROOT / "experiments" / "studies"
@@ -445,7 +445,7 @@ def recorded_settings(args: argparse.Namespace, recorded: dict) -> list[str]:
     defaults = flat_settings(script.Config().model_dump(mode="json"))
     config = script.load_config(["--config", str(args.rows[0])])
     present = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
-    past = with_present_names(recorded.get("settings", {}))
+    past = settings_of_record(recorded)
     stages = nested_stages(past)
     overrides = [] if stages == nested_stages(present) else [f"stages={json.dumps(stages)}"]
     overrides.append(f"model.ep_size={past.get('model.ep_size', defaults['model.ep_size'])}")

@@ -15,7 +15,7 @@ imported only if its settings switch it on (active()). To add one:
 5. Write tests/test_NAME.py with an oracle that does not import the file, a YAML in experiments/methods, and
    a row of CHANGELOG.md. CONTRIBUTING.md lists all places and the test that turns red at each.
 
-Completions that begin with a draft would override requests() and after_rollout().
+Completions that begin with a draft would override requests() and after_rollout(), see extras/carry.py.
 """
 
 import functools
@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from batch import Group, LossInputs, PolicyOutputs, Request, RolloutBatch
+from batch import Group, Job, LossInputs, PolicyOutputs, Request, RolloutBatch
 from extras.settings import SECTIONS
 
 
@@ -80,6 +80,7 @@ class Extra:
     # advantages() gives each token its own one, of old log-probabilities, also in groups of equal scores
     replaces_advantages = False
     keeps_base = False  # model.path stays as it is: load() and save() have all that a checkpoint needs
+    ends_rollouts = False  # is_over() may end a rollout before all completions have ended
     num_passes = 0  # forward passes of a step beside old policy and reference, at most
 
     # ---- settings and plan ----
@@ -148,12 +149,26 @@ class Extra:
         """Build models that are not trained, after the policy. Collective."""
 
     # ---- a step ----
+    def jobs(self, run) -> list[Job]:
+        """Return groups of earlier steps, of all ranks, that this step's rollout continues. Collective.
+
+        They take the first slots, and the place of as many new prompts.
+        """
+        return []
+
     def requests(self, run, jobs: list, requests: list[Request]) -> list[Request]:
-        """Return this rank's requests of a rollout round, in their order; jobs: sampling.Job of the requests.
+        """Return this rank's requests of a rollout round, in their order; jobs: of the requests.
 
         Requests of evaluations do not pass here.
         """
         return requests
+
+    def is_over(self, run, requests: list[Request], ended: list[bool]) -> bool:
+        """Tell whether this rank's rollout ends before all requests have ended (with ends_rollouts)."""
+        return False
+
+    def keep(self, run, groups: list[Group]) -> None:
+        """Take the unfinished groups of this rank's rollout. Collective."""
 
     def after_rollout(self, run, batch: RolloutBatch, groups: list[Group]) -> None:
         """See the completions that this rank trains on."""
@@ -182,6 +197,14 @@ class Extra:
     def charged_tokens(self, metrics: dict[str, float], config) -> float:
         """Return the tokens that a step adds to train.max_generated_tokens beside the generated ones."""
         return 0.0
+
+    # ---- checkpoints ----
+    def rank_state(self, run) -> Any:
+        """Return this rank's state for a checkpoint, of plain values and tensors; None: no state."""
+        return None
+
+    def restore_rank_state(self, run, values: Any) -> None:
+        """Take over the values of rank_state(), after build()."""
 
 
 def active(config) -> list[Extra]:

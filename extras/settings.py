@@ -99,9 +99,30 @@ class LoraSettings(Section):
         return self.rank is not None
 
 
+class CarrySettings(Section):
+    """Extra: partial rollouts, unfinished completions go on in the next step, extras/carry.py."""
+
+    per_stage: ClassVar[bool] = True
+
+    share: float | None = setting(
+        None,
+        "fraction of a step's groups after which each rank ends the rollout; the others go on in the next "
+        "step, with the tokens that they have; null: wait for all",
+        per_stage="largest",
+        gt=0,
+        le=1,
+    )
+    max_age: int = setting(2, "wait for a group that so many rollouts have left unfinished", ge=1)
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether a rollout may leave groups unfinished."""
+        return self.share is not None
+
+
 def without_effect(config) -> Iterator[str]:
     """List settings that change nothing while their extra is off, for refuse_contradictions()."""
-    for switch in ("teacher.path", "lora.rank"):
+    for switch in ("teacher.path", "lora.rank", "carry.share"):
         section = getattr(config, switch.partition(".")[0])
         for name, value in section:
             if not section.is_on and value != getattr(type(section)(), name):
@@ -109,4 +130,9 @@ def without_effect(config) -> Iterator[str]:
 
 
 # {name of an extra, which is that of its section and of its file: class of the section}
-SECTIONS = {"teacher": TeacherSettings, "centering": CenteringSettings, "lora": LoraSettings}
+SECTIONS = {
+    "teacher": TeacherSettings,
+    "centering": CenteringSettings,
+    "lora": LoraSettings,
+    "carry": CarrySettings,
+}

@@ -38,7 +38,7 @@ from torch import Tensor
 from runtime.config import complete, differences, free_on_resume, with_paths_to
 from runtime.launch import one_line
 from runtime.memory import GIB
-from runtime.old_settings import present_counters, present_settings
+from runtime.old_settings import OLD_DEFAULTS, present_counters, present_settings
 from runtime.provenance import commit_of, git, machine_of, now, versions_of
 from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
@@ -286,27 +286,31 @@ def lines_of(file: Path) -> Iterator[str]:
             yield from lines
 
 
+LATER_FACTS = ("data", "dtype", "rollout_dtype", "products", "prompt_date")
+
+
 def earlier_starts(file: Path, versions: dict) -> list[dict]:
     """List the environments (versions, commit, weights) of earlier launches that differ from `versions`.
 
-    Dates may differ. Facts of record_data() are written later.
+    Dates may differ, and facts that are written later, see record_data().
     """
     try:
         previous = json.loads(file.read_text())
     except (OSError, ValueError):  # a kill may have cut the file off
         return []
     earlier = previous.pop("earlier", [])
-    variable = {name: previous[name] for name in ("date", "data", "dtype", "prompt_date") if name in previous}
+    variable = {name: previous[name] for name in ("date", *LATER_FACTS) if name in previous}
     return earlier + [previous] if previous != versions | variable else earlier
 
 
-def record_data(run_dir: Path, digests: dict[str, str], dtype: str, prompt_date: str | None = None) -> None:
-    """Add to versions.json the digests of the loaded prompts, {name of the set: digest}, dtype and date.
+def record_data(run_dir: Path, facts: dict[str, object]) -> None:
+    """Add LATER_FACTS to versions.json.
 
-    dtype: of the policy; prompt_date: that chat templates write. config.yaml may say auto and null.
+    data: digests of the loaded prompts, {name of the set: digest}. dtype, rollout_dtype: of the policy and of
+    the engine; config.yaml may say auto. products: {setting that says auto: {dtype: GFLOP/s}}. prompt_date:
+    that chat templates write; config.yaml may say null.
     """
     file = run_dir / "versions.json"
-    facts = {"data": digests, "dtype": dtype, "prompt_date": prompt_date}
     write_text(file, json.dumps(json.loads(file.read_text()) | facts, indent=1))
 
 
@@ -694,16 +698,21 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
 
 
 def with_saved_choices(config, record: dict):
-    """Return the settings with model.dtype and data.date of the checkpoint, if the settings leave them open.
+    """Return the settings with both dtypes and data.date of the checkpoint, if the settings leave them open.
 
-    The optimizer shards and the bits of the next step depend on the dtype, and prompts may hold the date. A
+    The optimizer shards and the bits of the next step depend on the dtypes, and prompts may hold the date. A
     resume therefore takes the saved ones, also on a machine with another processor, and on another day.
     """
-    saved_dtype = record["topology"]["dtype"] if config.model.dtype == "auto" else config.model.dtype
-    saved_date = config.data.date or record["config"]["data"].get("date")
-    model = config.model.model_copy(update={"dtype": saved_dtype})
-    data = config.data.model_copy(update={"date": saved_date})
-    return config.model_copy(update={"model": model, "data": data})
+    saved = {
+        "model": {"dtype": record["topology"]["dtype"]},
+        "rollout": {"dtype": record["config"].get("rollout", {}).get("dtype", OLD_DEFAULTS["rollout.dtype"])},
+        "data": {"date": record["config"]["data"].get("date")},
+    }
+    for section, values in saved.items():
+        chosen = getattr(config, section)
+        values = {key: value for key, value in values.items() if getattr(chosen, key) in (None, "auto")}
+        config = config.model_copy(update={section: chosen.model_copy(update=values)})
+    return config
 
 
 def state_of(record: dict, config) -> TrainState:

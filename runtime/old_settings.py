@@ -53,6 +53,9 @@ REMOVED: dict[str, tuple[object, str]] = {
     "zero_variance.tournament": (False, "gone: no study had a row with it"),
 }
 
+# {setting whose default has changed: the old default}
+OLD_DEFAULTS: dict[str, object] = {"rollout.dtype": "bfloat16"}
+
 # {setting: {value of an earlier version: successor}}
 OLD_VALUES: dict[str, dict[object, str]] = {
     "algorithm.adv_norm": {
@@ -97,6 +100,15 @@ def with_present_names(settings: dict[str, object]) -> dict[str, object]:
     """
     kept = {name: value for name, value in settings.items() if not had_no_effect(name, value)}
     return {present_name(name): value for name, value in kept.items()}
+
+
+def settings_of_record(record: dict) -> dict[str, object]:
+    """Return the settings of a record by their present names, with the changed defaults of its time.
+
+    Records name the settings that differ from the defaults. Later ones have rollout_dtype in their versions.
+    """
+    is_old = "rollout_dtype" not in record.get("versions", {})
+    return (OLD_DEFAULTS if is_old else {}) | with_present_names(record.get("settings", {}))
 
 
 def present_settings(dump: dict) -> dict:

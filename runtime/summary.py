@@ -75,6 +75,9 @@ def write_summary(
         "slowest_rank": slowest[0][0] if slowest else None,
         "slowest_rank_share": slowest[0][1] / len(waits) if slowest else None,
     }
+    versions = run_dir / "versions.json"
+    facts = json.loads(versions.read_text()) if versions.is_file() else {}
+    summary |= {"model_dtype": facts.get("dtype"), "rollout_dtype": facts.get("rollout_dtype")}
     references = run_dir / "references.json"  # written at the start; {set: report}, see data/references.py
     summary["references"] = json.loads(references.read_text()) if references.is_file() else {}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import make_config
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
@@ -23,6 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+import extras.lora
 import moe_model  # before deepspeed, which then picks the CPU without a warning
 from settings import ModelSettings
 
@@ -143,6 +146,34 @@ def policy_from(folder: Path, ep_size: int) -> moe_model.Policy:
     policy = moe_model.Policy(config, group)
     moe_model.load_hf(policy, folder)
     return policy
+
+
+def policy_like(hf) -> moe_model.Policy:
+    """Make a policy with the weights of a transformers model."""
+    policy = moe_model.Policy(hf.config)
+    policy.load_state_dict(own_names(hf.state_dict().items()))
+    return policy
+
+
+def packed_batch(batch=None) -> moe_model.PackedSequences:
+    batch = batch or tiny_batch()
+    return moe_model.pack(batch.prompt_ids, batch.completion_ids, "cpu")
+
+
+def reference_logprobs(hf, batch, temperature: float = 1.0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return log-probabilities and entropies of each completion, one sequence at a time."""
+    logprobs, entropies = [], []
+    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids):
+        logits = hf(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0] / temperature
+        logp = logits - logits.logsumexp(dim=-1, keepdim=True)
+        logp = logp[len(prompt) - 1 : len(prompt) - 1 + len(completion)]  # predicted by the token before
+        logprobs.append(logp.gather(1, torch.tensor(completion, dtype=torch.int64).unsqueeze(1)).squeeze(1))
+        entropies.append(-(logp.exp() * logp).sum(dim=-1))
+    return logprobs, entropies
+
+
+def backward(logprobs: torch.Tensor, batch, step: int = 0) -> None:
+    (-(torch.cat(batch.weights[step]) * logprobs).sum() / batch.num_targets).backward()
 
 
 # ---- Optimizer steps ---------------------------------------------------------------------------------------
@@ -300,11 +331,11 @@ def optimizers(folder: Path) -> dict:
     initialize = deepspeed.initialize
     for variant in ("product", "gradients held", "fused"):
 
-        def changed(model, config, variant=variant):
+        def changed(config, variant=variant, **arguments):
             if variant == "gradients held":
                 config["bf16"]["immediate_grad_update"] = False
             config["optimizer"]["params"]["fused"] = variant == "fused"
-            return initialize(model=model, config=config)
+            return initialize(config=config, **arguments)
 
         policy = policy_from(folder / "start", ep_size=2).bfloat16()
         deepspeed.initialize = changed
@@ -538,3 +569,58 @@ SECTIONS = {1: [steps], 2: PAIR, 4: [steps, weights]}  # by number of ranks
 def model(folder: Path) -> dict:
     """Run the sections for this number of ranks; return {section: result}."""
     return {section.__name__: section(folder) for section in SECTIONS[dist.get_world_size()]}
+
+
+# ---- Adapters: test_lora.py --------------------------------------------------------------------------------
+LORA = ("lora.rank=3", "lora.alpha=6", "rollout.dtype=bfloat16")
+LORA_CASES = {  # (model, expert-parallel size, ZeRO stage, offload, recompute layers, dtype, targets)
+    "dense": ("dense", 1, 1, False, False, torch.float32, ["attention", "mlp"]),
+    "ep_1": ("moe", 1, 1, False, False, torch.float32, ["attention", "mlp", "experts"]),
+    "ep_2": ("moe", 2, 1, False, False, torch.float32, ["attention", "mlp", "experts"]),
+    "zero_2": ("moe", 2, 2, False, True, torch.float32, ["attention", "mlp", "experts"]),
+    "offload": ("moe", 2, 2, True, False, torch.float32, ["attention", "mlp", "experts"]),
+    "granite": ("granite", 2, 1, False, True, torch.float32, ["attention", "experts"]),
+    "no_experts": ("moe", 2, 2, False, False, torch.float32, ["attention"]),
+    "experts_alone": ("moe", 2, 1, False, True, torch.float32, ["experts"]),
+    "bfloat16": ("moe", 2, 1, False, False, torch.bfloat16, ["experts", "attention"]),
+    "bfloat16_zero_2": ("moe", 2, 2, True, True, torch.bfloat16, ["experts"]),
+}
+
+
+def lora(folder: Path) -> dict:
+    """Take two steps with adapters; resume after the first step; return adapters, sent tensors and shards."""
+    results = {}
+    for name, (kind, ep_size, zero_stage, offload, recompute, dtype, targets) in LORA_CASES.items():
+        config = make_config(*LORA, f"lora.targets={targets}")
+
+        def start(adapter: Path):
+            policy = policy_from(folder / kind, ep_size).to(dtype)  # noqa: B023
+            policy.activation_checkpointing = recompute  # noqa: B023
+            extras.lora.EXTRA.adapt(policy, config)  # noqa: B023
+            extras.lora.EXTRA.load(policy, adapter)
+            return adamw_engine(policy, zero_stage, offload)  # noqa: B023
+
+        def tensors_of(engine, place: Path) -> dict:
+            extras.lora.EXTRA.save(engine.module, config, place, save_file)  # noqa: B023
+            dist.barrier()
+            return load_file(place / "adapter" / extras.lora.TENSORS)
+
+        engine = start(folder / name)
+        norms = [take_step(engine, tiny_batch(), 0)]
+        saved = folder / f"{name}_1"
+        tensors_of(engine, saved)
+        shard = copy.deepcopy(moe_model.optimizer_shard(engine))
+        norms.append(take_step(engine, tiny_batch(), 1))
+        sent = collect(moe_model.hf_tensors(engine.module))
+        result = {"norms": norms, "sent": sent, "survival": engine.module.lora.survival, "shard": shard}
+        result["frozen"] = collect((n, p) for n, p in engine.module.named_parameters() if "lora_" not in n)
+        result["adapter"] = tensors_of(engine, folder / f"{name}_2")
+        moe_model.save_hf(engine.module, folder / f"{name}_merged")
+        engine.destroy()
+        engine = start(saved)
+        moe_model.load_optimizer_shard(engine, shard)
+        take_step(engine, tiny_batch(), 1)
+        result["resumed"] = tensors_of(engine, folder / f"{name}_resumed")
+        engine.destroy()
+        results[name] = result
+    return results

@@ -18,7 +18,7 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 
 import torch.distributed as dist
 from helpers import batch_of_rows, hashed_answer, judge_batch, make_config, make_group, make_prompts, make_run
-from model_suites import model
+from model_suites import lora, model
 
 import moe_model
 import train_rl
@@ -383,6 +383,7 @@ SUITES = {
     "schedule": schedule,
     "zero_variance": zero_variance,
     "model": model,
+    "lora": lora,
 }
 
 

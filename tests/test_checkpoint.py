@@ -116,29 +116,73 @@ def test_a_resume_takes_the_micro_batch_that_the_first_launch_has_chosen(run, mo
     assert on_gpu == [open_stage], "GPUs have a fixed default"
 
 
-@pytest.mark.parametrize("speedup, dtype", [(4.0, "bfloat16"), (0.25, "float32")])
-def test_a_resume_takes_the_dtype_that_the_first_launch_has_chosen(run, speedup, dtype, monkeypatch, capsys):
+def imitate_processor(monkeypatch, **speedups: float) -> None:
+    """Let this processor multiply that many times as fast in bfloat16; policy=, engine=."""
+    rows = {moe_model.TRAINING_ROWS: "policy", moe_model.DECODING_ROWS: "engine"}
+    rates = {number: {"float32": 50.0, "bfloat16": 50 * speedups[name]} for number, name in rows.items()}
+    monkeypatch.setattr(moe_model, "product_rates", rates.get)
+
+
+def with_both(config, policy: str, engine: str):
+    return with_setting(with_setting(config, "model.dtype", policy), "rollout.dtype", engine)
+
+
+@pytest.mark.parametrize(
+    "policy, engine, dtypes",
+    [
+        (4.0, 4.0, ("bfloat16", "bfloat16")), (0.2, 0.2, ("float32", "float32")),
+        (2.0, 0.2, ("bfloat16", "float32")), (0.2, 2.0, ("float32", "bfloat16")),
+    ],
+)  # fmt: skip
+def test_a_resume_takes_the_dtypes_that_the_first_launch_has_chosen(
+    run, policy, engine, dtypes, monkeypatch, capsys
+):
     """The first launch is on a processor that is fast or slow in bfloat16, the resume on the other kind."""
-    monkeypatch.setattr(moe_model, "bfloat16_speedup", lambda: speedup)
-    chosen = lifecycle.with_dtype(run.config, None)
-    assert chosen == with_setting(run.config, "model.dtype", dtype)
-    assert f"auto: {dtype}" in capsys.readouterr().out
+    imitate_processor(monkeypatch, policy=policy, engine=engine)
+    chosen = lifecycle.with_dtypes(run.config, None)
+    assert chosen == with_both(run.config, *dtypes)
+    lines = capsys.readouterr().out.splitlines()
+    for line, name, dtype, speedup in zip(lines, ("model", "rollout"), dtypes, (policy, engine), strict=True):
+        assert f"{name}.dtype auto: {dtype}" in line and f"float32 50, bfloat16 {50 * speedup:.0f}" in line
     save_checkpoint(chosen, asdict(TrainState(step=3)), lambda folder: lifecycle.write_rank(run, folder))
-    monkeypatch.setattr(moe_model, "bfloat16_speedup", lambda: 1 / speedup)
+    imitate_processor(monkeypatch, policy=1 / policy, engine=1 / engine)
     _, record = find_checkpoint(run.config)
-    assert lifecycle.with_dtype(run.config, record) == chosen
-    assert lifecycle.with_dtype(run.config, None) != chosen, "a new run chooses anew"
-    assert find_checkpoint(chosen), "the same dtype, but explicit"
-    other = {"bfloat16": "float32", "float32": "bfloat16"}[dtype]
-    with pytest.raises(ValueError, match=f"dtype {dtype} -> {other}"):
-        find_checkpoint(with_setting(run.config, "model.dtype", other))
+    assert lifecycle.with_dtypes(run.config, record) == chosen
+    assert capsys.readouterr().out.count("as in the checkpoint") == 2
+    assert lifecycle.with_dtypes(run.config, None) != chosen, "a new run chooses anew"
+    assert find_checkpoint(chosen), "the same dtypes, but explicit"
+    others = ["float32" if dtype == "bfloat16" else "bfloat16" for dtype in dtypes]
+    with pytest.raises(ValueError, match=f"dtype {dtypes[0]} -> {others[0]}"):
+        find_checkpoint(with_both(run.config, others[0], dtypes[1]))
+    with pytest.raises(ValueError, match=f"rollout.dtype '{dtypes[1]}' -> '{others[1]}'"):
+        find_checkpoint(with_both(run.config, dtypes[0], others[1]))
 
 
-def test_rank_0_chooses_the_dtype_for_ranks_on_other_processors(ranks, monkeypatch):
-    speedups = {0: 4.0, 1: 1.0}  # by rank
-    monkeypatch.setattr(moe_model, "bfloat16_speedup", lambda: speedups[torch.distributed.get_rank()])
-    configs = ranks(2).run(lambda rank: lifecycle.with_dtype(make_config(), None))
-    assert [config.model.dtype for config in configs] == ["bfloat16", "bfloat16"]
+@pytest.mark.parametrize("saved", [{}, {"rollout": {}}, {"rollout": {"dtype": "bfloat16"}}])
+def test_a_checkpoint_from_before_auto_keeps_bfloat16(saved, monkeypatch, ranks, capsys):
+    imitate_processor(monkeypatch, policy=0.1, engine=0.1)
+    record = {"topology": {"dtype": "float32"}, "config": {"data": {}} | saved}
+    resumed = ranks(1).run(lambda rank: lifecycle.with_dtypes(make_config(), record))[0]
+    assert (resumed.model.dtype, resumed.rollout.dtype) == ("float32", "bfloat16")
+    assert "rollout.dtype auto: bfloat16 (as in the checkpoint; a new run would take float32" in (
+        capsys.readouterr().out
+    )
+
+
+def test_rank_0_alone_chooses_the_dtypes_for_ranks_on_other_processors(ranks, monkeypatch):
+    fake = ranks(2)
+    measured = []
+
+    def product_rates(rows: int) -> dict[str, float]:
+        measured.append(fake.get_rank())
+        return {"float32": 1.0, "bfloat16": 4.0}
+
+    monkeypatch.setattr(moe_model, "product_rates", product_rates)
+    configs = fake.run(lambda rank: lifecycle.with_dtypes(make_config(), None))
+    assert [(c.model.dtype, c.rollout.dtype) for c in configs] == [("bfloat16", "bfloat16")] * 2
+    assert set(measured) == {0}
+    explicit = fake.run(lambda rank: lifecycle.with_dtypes(make_config("rollout.dtype=float32"), None))
+    assert [config.rollout.dtype for config in explicit] == ["float32"] * 2
 
 
 def test_the_digests_of_large_files_are_computed_without_reading_the_files(run, monkeypatch):
@@ -182,7 +226,7 @@ def test_a_resume_maps_the_file_of_a_rank_and_releases_the_file(run, monkeypatch
         load_optimizer_shard(*arguments)
 
     monkeypatch.setattr(moe_model, "load_optimizer_shard", recording)
-    lifecycle.resume(file.parent, run.trainer, run.history, run.prompts, run.config, run.queue)
+    lifecycle.resume(file.parent, run.trainer, run.history, run.prompts, run.config)
     assert was_mapped == [True] and not is_mapped()
     for values, expected in zip(adamw.state.values(), saved, strict=True):
         assert values.keys() == expected.keys()
@@ -266,7 +310,7 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, capsys):
     def solved_after_resume(prompts, *settings: str) -> list[float]:
         config = make_config(*settings)
         lifecycle.refuse_other_prompts(folder, prompts, config)
-        history = lifecycle.resume(folder, None, no_history(2), prompts, config, deque())
+        history = lifecycle.resume(folder, None, no_history(2), prompts, config)
         return history.solved.tolist()
 
     assert solved_after_resume(make_prompts(2), "checkpoint.resume=weights") == [1.0, 2.0]
@@ -470,7 +514,7 @@ def set_up_functions(monkeypatch) -> MagicMock:
     announce check_fixed_models check_inputs_agree check_ranks check_sizes connect_ranks is_finished
     input_files load_data load_judge load_tokenizer moe_model node_memory num_experts_of open_run_dir
     record_launch refuse_nonfinite_weights refuse_unknown_tokens start_engine start_interaction start_pool
-    start_trackers state_of with_date with_dtype with_micro_batches
+    start_trackers state_of with_date with_dtypes with_micro_batches
     """
     for name in names.split():
         monkeypatch.setattr(lifecycle, name, getattr(functions, name))
@@ -519,15 +563,24 @@ def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):
     folder.mkdir(exist_ok=True)
 
     dates = map(str, itertools.count())
+    rates = ({"model.dtype": {"float32": 50.0 + number}} for number in itertools.count())
     monkeypatch.setattr(checkpoint, "now", lambda: next(dates))
 
     def versions_after_start(record: dict | None) -> dict:
         prepare_run_dir(folder, run.config, record)
-        checkpoint.record_data(folder, {"train": "aa"}, "float32")
+        facts = {
+            "data": {"train": "aa"},
+            "dtype": "float32",
+            "rollout_dtype": "float32",
+            "products": next(rates),
+        }
+        checkpoint.record_data(folder, facts)
         versions = json.loads((folder / "versions.json").read_text())
-        assert int(versions.pop("date")) >= 0 and versions["machine"]["cores"] >= 1
+        assert (
+            int(versions.pop("date")) >= 0 and versions["machine"]["cores"] >= 1 and versions.pop("products")
+        )
         for earlier in versions.get("earlier", []):
-            del earlier["date"]
+            del earlier["date"], earlier["products"]
         return versions
 
     for record in (None, resumed, resumed):
@@ -568,7 +621,7 @@ def test_code_in_a_pickle_of_a_checkpoint_is_refused(name, run, tmp_path):
     folder, trace = run.folder / "step_000001", tmp_path / "trace"
     torch.save({"optimizer": OpensAFile(trace)}, folder / name)
     with pytest.raises(pickle.UnpicklingError, match="open"):
-        lifecycle.resume(folder, run.trainer, run.history, run.prompts, run.config, run.queue)
+        lifecycle.resume(folder, run.trainer, run.history, run.prompts, run.config)
     assert not trace.exists()
     torch.load(folder / name, weights_only=False)["optimizer"].close()
     assert trace.exists(), "loading without weights_only would run the code"
@@ -663,7 +716,7 @@ def test_a_file_that_a_resume_needs_is_replaced_atomically(name, tmp_path, one_r
     )
     config = make_config(f"run.dir={tmp_path}")
     writers = {
-        "versions.json": lambda: checkpoint.record_data(tmp_path, {}, "float32"),
+        "versions.json": lambda: checkpoint.record_data(tmp_path, {"dtype": "float32"}),
         "dropped_rows.jsonl": lambda: lifecycle.drop_impossible(loaded, None, config, None),
     }
     with pytest.raises(RuntimeError, match=name):

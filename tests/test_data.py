@@ -19,7 +19,15 @@ from tokenizers import AddedToken, normalizers
 
 from data import gsm8k, math_sets, random_model
 from data.formats import load_tables
-from data.prompts import DataSettings, Prompt, PromptSource, check_disjoint, load_prompts, save_prompts
+from data.prompts import (
+    DataSettings,
+    Prompt,
+    PromptSource,
+    check_data,
+    check_disjoint,
+    load_prompts,
+    save_prompts,
+)
 from data.stream import digest_of, load_sets, mixture_of, prompts_of_step, tokenize
 from verifiers.math import last_boxed
 
@@ -745,6 +753,48 @@ def test_templates_that_are_missing_or_fail(tmp_path):
     with refuses("text.jsonl", "no chat template"):
         load_prompts(text, tokenizer=tokenizer, chat="always")
     assert len(load_prompts(text, tokenizer=tokenizer)) == len(PLAIN)
+
+
+@pytest.mark.parametrize("chat", ["never", "always"])
+def test_an_answer_prefix_ends_every_prompt(tmp_path, tokenizer, chat):
+    path = write_lines(tmp_path / "set.jsonl", PLAIN)
+    plain = load_prompts(path, tokenizer=tokenizer, chat=chat)
+    assert plain == load_prompts(path, tokenizer=tokenizer, chat=chat, answer_prefix="")
+    for prefix in ("Answer:", "<think>\n\n</think>\n\nAnswer:", "So, {prompt}"):
+        prompts = load_prompts(path, tokenizer=tokenizer, chat=chat, answer_prefix=prefix)
+        assert [prompt.text for prompt in prompts] == [prompt.text + prefix for prompt in plain]
+        assert [(p.question, p.messages, p.conversation) for p in prompts] == [
+            (p.question, p.messages, p.conversation) for p in plain
+        ]
+        assert {prompt.prefix for prompt in prompts} == {prefix}
+    for turns in ({"tools": ["verifiers.tools:python"]}, {"environment": "a.py:A"}):
+        with refuses("data.answer_prefix", "data.tools"):
+            check_data(DataSettings(answer_prefix="Answer:", **turns))
+
+
+ASSISTANTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "prefix, content, words",
+    [
+        ("\nAnswer:", "m.content | trim", "changes"), ("Answer:", "m.content[:3]", "changes"),
+        ("a</think>Answer:", "m.content.split('</think>')[-1] | upper", "changes"),
+        ("Answer:", "m.content if m.role == 'user' else raise_exception('No.')", "no turn of the assistant"),
+        ("Answer:<|im_end|>", "m.content", "ends a"), ("<|im_start|>", "m.content", "data.special"),
+    ],
+)  # fmt: skip
+def test_a_prefix_that_a_template_does_not_keep_is_refused(tmp_path, prefix, content, words):
+    tokenizer = random_model.build_tokenizer(["x"], 300)
+    tokenizer.chat_template = ASSISTANTS.replace("CONTENT", content)
+    path = write_lines(tmp_path / "set.jsonl", PLAIN)
+    with refuses("data.answer_prefix", words):
+        load_prompts(path, tokenizer=tokenizer, chat="always", answer_prefix=prefix)
+    if "|>" not in prefix:
+        load_prompts(path, tokenizer=tokenizer, chat="never", answer_prefix=prefix)
 
 
 def test_prompts_that_are_not_rendered_are_warned_about(tmp_path, tokenizer):

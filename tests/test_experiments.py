@@ -1,12 +1,21 @@
 """The benchmarks of experiments/bench/ and data/tiny.py, run by the commands of the READMEs."""
 
+import argparse
+import importlib.util
+import itertools
 import json
+import os
+import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT
@@ -16,9 +25,10 @@ import moe_model
 from data import tiny
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
-from experiments.bench import gpu_kernels
+from experiments.bench import gpu_kernels, gpu_runs
 from experiments.bench.common import read_results, spread, write_results
 from experiments.bench.gpu import MODES
+from experiments.record import record
 from runtime import summary
 from runtime.checkpoint import TrainState
 from tests import preloaded
@@ -162,29 +172,152 @@ def gpu(mode: str, out: Path, *options: object) -> subprocess.CompletedProcess:
     return run("-m", "experiments.bench.gpu", "--mode", mode, "--dry-run", "--out", out, *options)
 
 
+CHEAP = {  # pieces that start no run of train_rl.py; all of them: --mode visit --dry-run --out FOLDER
+    "visit": ["ready", "fp8", "update", "experts", "trl"],
+    "kernels": [*MODES["kernels"]],
+    "engine": ["eager", "exchange"],
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_all_pieces_for_a_gpu_run_dry_and_those_that_are_there_are_not_run_again(mode, tmp_path):
-    pieces = list(MODES[mode].PIECES)
-    for name in pieces:
-        done = gpu(mode, tmp_path, "--alone", name)
-        assert done.returncode == 0, done.stderr[-3000:]
+def test_pieces_for_a_gpu_run_dry_and_those_that_are_there_are_not_run_again(tmp_path):
+    for mode, pieces in CHEAP.items():
+        for name in (name for name in pieces if mode != "kernels" or name != "update"):
+            done = gpu(mode, tmp_path, "--alone", name)
+            assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "trl.json").unlink()  # it is tried again, because TRL was missing
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
-    done = gpu(mode, tmp_path, "--json", tmp_path / "copy.json")
-    assert done.returncode == 0 and "0 criteria failed" in done.stdout
-    report = json.loads((tmp_path / f"report_{mode}.json").read_text())
-    assert report == json.loads((tmp_path / "copy.json").read_text()) and set(report) == {"versions", *pieces}
-    assert all(path.stat().st_mtime_ns == time for path, time in times.items())
-    verdicts = [v for name in pieces for v in report[name]["report"]["criteria"].values()]
-    assert False not in verdicts and verdicts.count("needs a GPU") >= 4
-    text = (tmp_path / f"report_{mode}.md").read_text()
-    assert text.count("**needs a GPU**") == verdicts.count("needs a GPU") and text in done.stdout + text
-    if mode == "kernels":
-        assert sum(report["profile"]["report"]["figures"].values()) == pytest.approx(1)
-    else:
-        figures = report["eager"]["report"]["figures"]
-        assert figures["largest |dlogp| against `tokens`"] < 1e-5, "both are eager on a CPU"
-        assert "CPUUnquantizedExperts" in report["tokens"]["report"]["figures"]["engine"]  # X86 with AVX-512
+    done = gpu("visit", tmp_path, "--json", tmp_path / "copy.json", "--pieces", *CHEAP["visit"][:4])
+    assert done.returncode == 0 and "0 criteria failed" in done.stdout, done.stdout
+    changed = {path.name for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert changed <= {"experts.json"}
+    report = json.loads((tmp_path / "report_visit.json").read_text())
+    assert report == json.loads((tmp_path / "copy.json").read_text())
+    figures = {name: json.loads((tmp_path / f"{name}.json").read_text())["report"]["figures"]
+               for name in ("fp8", "eager")}  # fmt: skip
+    assert figures["fp8"]["other experts, R3"] == 0 < figures["fp8"]["other experts, live routes"]
+    assert figures["eager"]["largest |dlogp| against `fp8`"] < 1e-5, "both are eager on a CPU"
+    with tarfile.open(tmp_path / "visit.tar") as archive:
+        assert {"fp8.json", "report_visit.md"} <= {*archive.getnames()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_report_that_is_killed_holds_every_figure_that_was_measured(seed, tmp_path):
+    """A process tells in a pipe of each figure that it adds; it is killed at a random moment."""
+    file = tmp_path / "piece.json"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        report = gpu_kernels.Report(tmp_path, "piece", True, {"torch": "x" * 10_000})
+        for number in itertools.count():
+            report.figures[f"figure {number}"] = number
+            os.write(writer, b".")
+    num_told = 0
+    while num_told <= random.Random(seed).randrange(1, 400):
+        num_told += len(os.read(reader, 1))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(writer)
+    num_told += len(os.read(reader, 2**16))
+    record = json.loads(file.read_text())
+    assert list(record["report"]["figures"].values())[:num_told] == [*range(num_told)]
+    assert not record["finished"]
+
+
+@pytest.mark.slow(process="others")
+def test_a_killed_visit_keeps_its_figures_and_leaves_no_process(tmp_path):
+    """SIGKILL of the visit alone, as soon as its piece has written a figure."""
+    command = [sys.executable, "-m", "experiments.bench.gpu", "--mode", "kernels", "--dry-run", "--pieces"]
+    visit = subprocess.Popen([*command, "update", "--out", tmp_path], cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + limit(120)
+    file = tmp_path / "update.json"
+    while not file.is_file() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = psutil.Process(visit.pid).children(recursive=True)
+    visit.kill()
+    visit.wait()
+    figures = json.loads(file.read_text())["report"]["figures"]
+    assert figures and children
+    psutil.wait_procs(children, timeout=limit(30))
+    assert not any(child.is_running() and child.status() != "zombie" for child in children)
+    later = json.loads(file.read_text())
+    assert later["report"]["figures"].items() >= figures.items() and not later["finished"]
+
+
+def visit_options(folder: Path, *options: str) -> list[str]:
+    return ["--mode", "visit", "--dry-run", "--out", str(folder), *options]
+
+
+def test_a_piece_over_its_time_keeps_its_figures_and_says_so_in_a_line(tmp_path):
+    """The process of the piece is stopped while it imports torch."""
+    args = argparse.Namespace(out=tmp_path, mode="kernels", dry_run=True, tar=None)
+    (tmp_path / "long.json").write_text("{}")  # of an earlier visit
+    report = bench_gpu.run_piece(args, "long", 0.2)["report"]
+    assert report["figures"]["error"].startswith("not done after 0 s")
+    assert report["criteria"] == {"it ran to its end": False}
+
+
+def test_pieces_start_if_their_time_and_their_engines_are_left(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def run_piece(args, name, limit_s):
+        started.append(name)
+        monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: 70.0 * len(started))  # each takes 70 s
+        report = gpu_kernels.Report(tmp_path, name, True, {"date": "2026-01-01"})
+        report.figures["error" if name == "fp8" else "figure"] = "gone"
+        report.criteria["it ran to its end"] = name != "fp8"
+        return bench_gpu.read_piece(args, name)
+
+    monkeypatch.setattr(bench_gpu, "run_piece", run_piece)
+    monkeypatch.setattr(bench_gpu, "versions", lambda: {"date": "2026-01-01"})
+    monkeypatch.setattr(bench_gpu, "DRY_LIMIT_S", 100)
+    monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: 0.0)
+    assert bench_gpu.main(visit_options(tmp_path, "--limit-s", "300")) == 1, "fp8 has failed"
+    assert started == ["ready", "fp8", "moe_fp8"]
+    assert "real: not started: it may take 100 s, 90 s are left" in capsys.readouterr().out
+    monkeypatch.setattr(bench_gpu, "MAX_ENGINES", 2)
+    started.clear()
+    bench_gpu.main(visit_options(tmp_path, "--again"))
+    assert started == ["ready", "fp8", "moe_fp8", "update", "experts"]
+    assert "bf16: not started: 2 engines have started" in capsys.readouterr().out
+
+
+def test_a_visit_has_at_most_five_starts_of_vllm_and_every_figure_has_an_expectation():
+    visit = MODES["visit"]
+    assert [*visit] == "ready fp8 moe_fp8 update real experts bf16 trl".split()
+    assert sum(piece.num_engines for piece in visit.values()) == 5 == bench_gpu.MAX_ENGINES
+    assert all(piece.expected and piece.claim for piece in visit.values())
+    assert all("vllm" in piece.needs for piece in visit.values() if piece.num_engines)
+
+
+def test_the_page_holds_the_expectations_of_the_code():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    data = read_results(ROOT / "experiments" / "bench" / "results" / "gpu_visit.json")
+    assert "\n".join(bench_gpu.visit_lines(data)) in text
+    assert not data or "not run" not in bench_gpu.visit_lines(data)[2]
+    ran = {"other experts, R3": 0.0}  # a visit fills the row of its piece
+    versions = {"date": "2026-12-01", "device": "H100", "vllm": "0.30.0"}
+    visit = {"fp8": {"report": {"figures": ran}, "versions": versions}}
+    (row,) = [line for line in bench_gpu.visit_lines(visit) if line.startswith("| `fp8`")]
+    assert row.endswith("| other experts, R3: 0 | 2026-12-01 | H100 | vllm 0.30.0 |")
+
+
+def test_figures_of_a_run_come_from_the_steps_so_far(tmp_path):
+    rows = [{"step": 0, "eval/additions/avg_at_8": 0.3, "generated_tokens": 0}]
+    for step in range(1, 4):
+        rows.append({"score": step / 10, "seconds_per_step": float(step), "seconds/update": 0.5,
+                     "generated_tokens": 6000 * step})  # fmt: skip
+        rows.append({"eval/additions/avg_at_8": 0.4 + step / 5, "generated_tokens": 6000 * step})
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + '\n{"score": 0.')
+    assert gpu_runs.rows_of(file) == rows and gpu_runs.rows_of(tmp_path / "no") == []
+    report = gpu_kernels.Report(tmp_path, "piece", True)
+    gpu_runs.show_steps(report, rows[:4])
+    assert report.figures["steps"] == 2 and report.figures["seconds_per_step"] == 2.0
+    gpu_runs.show_steps(report, rows)
+    assert report.figures["seconds_per_step"] == 3.0, "the first two steps are a warm-up"
+    assert record.track_of(rows[:5]) == {"tokens": None, "seconds": None}
+    assert record.track_of(rows) == {"tokens": pytest.approx(13_500), "seconds": 3.0}
 
 
 WITHOUT_LIBRARIES = """
@@ -198,34 +331,31 @@ class Refuse:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 importlib.util.find_spec = lambda name: None if name in gone else find_spec(name)
-from experiments.bench.gpu_kernels import update
-print(update(Path("."), dry=True).figures["R3 / live routes"])
+from experiments.bench import gpu  # the runner itself
+from experiments.bench.gpu_kernels import Report, update
+report = Report(Path(sys.argv[1]), "update", dry=True)
+update(report)
+print(report.figures["R3 / live routes"])
 """
 
 
 @pytest.mark.slow(process="others")
-def test_pieces_of_kernels_need_torch_and_triton_alone():
-    command = [sys.executable, "-c", WITHOUT_LIBRARIES]
+def test_pieces_of_kernels_need_torch_and_triton_alone(tmp_path):
+    command = [sys.executable, "-c", WITHOUT_LIBRARIES, tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(120))
     assert done.returncode == 0 and 0.1 < float(done.stdout) < 10, done.stderr
 
 
 @pytest.mark.slow
 def test_a_piece_that_fails_is_reported_and_run_again(tmp_path):
-    failed = {"report": {"figures": {"error": "x"}, "criteria": {}}, "seconds": 0, "dry": True}
-    (tmp_path / "optimizer.json").write_text(json.dumps(failed | {"versions": {"date": "2026-01-01"}}))
-    (tmp_path / "kernels.json").mkdir()  # where `head` writes
-    done = gpu("kernels", tmp_path, "--pieces", "head", "optimizer")
+    gpu_kernels.Report(tmp_path, "long", True, {"date": "2026-01-01"}).figures["error"] = "x"
+    (tmp_path / "kernels_head.json").mkdir()  # where `head` writes
+    done = gpu("kernels", tmp_path, "--pieces", "head", "long")
     assert done.returncode == 1 and "**FAIL** it ran to its end" in done.stdout
     report = json.loads((tmp_path / "report_kernels.json").read_text())
-    assert "kernels.json" in report["head"]["report"]["figures"]["error"]
-    assert (
-        report["optimizer"]["report"]["criteria"][
-            "fused gives the same weights, to four last places of the largest"
-        ]
-        is True
-    )
-    assert gpu("kernels", tmp_path, "--pieces", "optimizer").returncode == 0  # it is there: not run again
+    assert "kernels_head.json" in report["head"]["report"]["figures"]["error"]
+    assert report["long"]["finished"] and "update, s" in report["long"]["report"]["figures"]
+    assert gpu("kernels", tmp_path, "--pieces", "long").returncode == 0  # it is there: not run again
     again = json.loads((tmp_path / "report_kernels.json").read_text())
     assert again["head"] == report["head"], "the report holds the pieces of both calls"
     assert "## head" in (tmp_path / "report_kernels.md").read_text()
@@ -233,17 +363,23 @@ def test_a_piece_that_fails_is_reported_and_run_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("capability", "free", "message"),
-    [(None, 0, "torch finds no GPU here"), ((8, 0), 140, "made for compute capability 9.0"),
-     ((9, 0), 30, "needs 70 GiB of free GPU memory, here are 30 of 140"), ((9, 0), 130, None)],
+    ("capability", "free", "needs", "message"),
+    [(None, 0, (), "torch finds no GPU here"), ((8, 0), 140, (), "made for compute capability 9.0"),
+     ((10, 0), 140, (), "made for compute capability 9.0"),
+     ((9, 0), 30, (), "needs 70 GiB of free GPU memory, here are 30 of 140"), ((9, 0), 130, (), None),
+     ((9, 0), 130, ("no_such_package",), "no_such_package is not installed"),
+     (None, 0, ("trl",), "TRL is not installed")],
 )  # fmt: skip
-def test_a_machine_that_cannot_run_the_pieces_is_told_why_in_a_line(capability, free, message, monkeypatch):
+def test_a_missing_card_or_package_is_told_in_a_line(capability, free, needs, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an A100")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 140 * 2**30))
-    found = bench_gpu.what_is_missing("kernels")
-    assert found is None if message is None else found.startswith(message)
+    monkeypatch.setattr(bench_gpu, "FREE_S", 0)
+    monkeypatch.setattr(bench_gpu.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = bench_gpu.what_is_missing(gpu_kernels.Piece(lambda report: None, "", needs=needs))
+    assert found is None if message is None else found.startswith(message) and "\n" not in found
 
 
 def test_flops_per_token_are_those_that_torch_counts():

@@ -10,13 +10,25 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from helpers import make_config
-from model_suites import tiny_batch, tiny_model
-from test_model import PARITY, backward, packed_batch, policy_like, reference_logprobs
+from helpers import RankSuite, make_config
+from model_suites import (
+    ADAMW,
+    LORA,
+    LORA_CASES,
+    MAX_GRAD_NORM,
+    backward,
+    packed_batch,
+    policy_like,
+    reference_logprobs,
+    tiny_batch,
+    tiny_model,
+)  # fmt: skip
+from safetensors.torch import load_file
 
 import moe_model
 from extras import lora
 
+PARITY = 1e-5  # as in test_model.py
 KINDS = ("dense", "dense_tied", "llama", "moe", "mixtral", "olmoe", "glm", "granite")
 
 
@@ -28,7 +40,7 @@ def seeded():
 def adapted(kind: str, hf=None, b_scale: float = 0.1, **settings) -> moe_model.Policy:
     """Make a policy with adapters whose B is random, so that they have an effect."""
     policy = policy_like(hf or tiny_model(kind))
-    config = make_config(section="lora", **({"rank": 3, "alpha": 6.0} | settings))
+    config = make_config("rollout.dtype=bfloat16", section="lora", **({"rank": 3, "alpha": 6.0} | settings))
     lora.EXTRA.check_model(config, policy.config)
     lora.EXTRA.adapt(policy, config)
     generator = torch.Generator().manual_seed(1)
@@ -40,7 +52,7 @@ def adapted(kind: str, hf=None, b_scale: float = 0.1, **settings) -> moe_model.P
 
 def through_peft(policy: moe_model.Policy, hf, folder: Path, **settings):
     """Save the adapters of a policy, and load them with peft on transformers' model."""
-    config = make_config(section="lora", **({"rank": 3, "alpha": 6.0} | settings))
+    config = make_config("rollout.dtype=bfloat16", section="lora", **({"rank": 3, "alpha": 6.0} | settings))
     lora.EXTRA.save(policy, config, folder, lora.save_file)
     return peft.PeftModel.from_pretrained(hf, folder / "adapter", is_trainable=True)
 
@@ -93,3 +105,57 @@ def test_the_merged_model_computes_like_the_adapters(kind, tmp_path):
         assert torch.equal(sent[name], tensor), name
     own = dict(moe_model.hf_tensors(policy, own_experts=True))
     assert all(torch.equal(own[name], tensor) for name, tensor in moe_model.hf_tensors(merged, True))
+
+
+# ---- Ranks -------------------------------------------------------------------------------------------------
+def save_starts(folder: Path) -> None:
+    """Save the models, and for each case adapters that a policy of one process has made."""
+    for name, (kind, *_, dtype, targets) in LORA_CASES.items():
+        if not (folder / kind).exists():
+            tiny_model(kind).save_pretrained(folder / kind)
+        policy = adapted(kind, targets=targets).to(dtype)
+        lora.EXTRA.save(policy, make_config(*LORA, f"lora.targets={targets}"), folder / name, lora.save_file)
+
+
+SUITE = RankSuite("lora", 2, save_starts)
+
+
+def peft_steps(kind: str, adapter: Path, num_steps: int = 2) -> dict[str, torch.Tensor]:
+    """Train the adapters with peft, transformers and torch's AdamW in one process."""
+    model = peft.PeftModel.from_pretrained(tiny_model(kind), adapter, is_trainable=True)
+    named = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(named.values(), **{**ADAMW, "betas": tuple(ADAMW["betas"])})
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        expected, _ = reference_logprobs(model, tiny_batch())
+        backward(torch.cat(expected), tiny_batch(), step)
+        assert torch.nn.utils.clip_grad_norm_(named.values(), MAX_GRAD_NORM) > 2 * MAX_GRAD_NORM
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LORA_CASES)
+def test_two_updates_of_two_ranks_are_those_of_peft_and_resume_bit_for_bit(name):
+    kind, ep_size, *_, dtype, targets = LORA_CASES[name]
+    expected = peft_steps(kind, SUITE.folder() / name / "adapter")
+    start = load_file(SUITE.folder() / name / "adapter" / lora.TENSORS)
+    base = policy_like(tiny_model(kind)).to(dtype).state_dict()
+    results = SUITE.results()
+    num_held = sum(tensor.numel() for tensor in start.values())
+    num_masters = sum(master.numel() for result in results for master in result[name]["shard"]["masters"])
+    assert num_held <= num_masters <= num_held + 16, "frozen weights have no optimizer state"
+    for result in (of_rank[name] for of_rank in results):
+        assert result["adapter"].keys() == expected.keys() == start.keys()
+        for key, value in expected.items():
+            assert torch.equal(result["resumed"][key], result["adapter"][key])
+            tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+            assert (result["adapter"][key] - value).abs().max() < tolerance, key
+            assert (start[key] - value).abs().max() > 1e-3, "two updates move every adapter"
+        for key, tensor in result["frozen"].items():
+            slices = base[key].split(len(tensor))  # experts of each rank
+            assert any(torch.equal(tensor, of_rank) for of_rank in slices), key
+    merged = moe_model.Policy(moe_model.load_config(SUITE.folder() / f"{name}_merged")).to(dtype)
+    moe_model.load_hf(merged, SUITE.folder() / f"{name}_merged")
+    for key, tensor in moe_model.hf_tensors(merged):
+        assert all(torch.equal(of_rank[name]["sent"][key], tensor) for of_rank in results), key

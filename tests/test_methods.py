@@ -120,6 +120,8 @@ PAPERS = {  # values of section algorithm that each paper states; plug-ins are f
     # Reasoning Arena, 2606.09380: groups with variance have the verifier's rewards
     # DeepSeekMath, algorithm 1: mu updates on each batch
     "several_passes": GRPO | UNCORRECTED,
+    # tokens of earlier policies are a mismatch like any other
+    "partial_rollouts": GRPO | {"rollout_correction": "token_tis", "rollout_correction_cap": 2.0},
     # 2510.11370: the old policy's routes; the engine's
     "replay_r2": GRPO | UNCORRECTED | {"router_replay": "r2"},
     "replay_r3": GRPO | UNCORRECTED | {"router_replay": "r3"},
@@ -141,6 +143,7 @@ EXTRAS = {  # {method: {section: settings}}
     "rstg": {"teacher": {"groups": "all_wrong", "coef": 1.0}},
     "distillation": {"teacher": {"groups": "every", "coef": 1.0, "scores": None}},
     "score_centering": {"centering": {"enabled": True}},
+    "partial_rollouts": {"carry": {"share": 0.75}},
 }
 
 

@@ -9,14 +9,17 @@ A wrong formula is off by 1e-2 or more. If both sides do the same operations in 
 bitwise equal.
 """
 
-import itertools
 import json
 import math
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_small_moe
+from conftest import ROOT, save_small_moe
 from helpers import RankSuite
 from model_suites import (
     ADAMW,
@@ -26,9 +29,13 @@ from model_suites import (
     MICRO_BATCHES,
     RESUME_CASES,
     STEP_CASES,
+    backward,
     dispatch_inputs,
     gradients_after_another_choice,
     own_names,
+    packed_batch,
+    policy_like,
+    reference_logprobs,
     tiny_batch,
     tiny_config,
     tiny_model,
@@ -44,7 +51,7 @@ import moe_model
 from experiments.plan import model_config
 from moe_model import INDEX, Policy, grouped_linear, load_config, load_hf, pack, save_hf
 from runtime.memory import trainer_bytes
-from settings import ModelSettings
+from settings import ModelSettings, RolloutSettings
 
 MOE_KINDS = ["moe", "moe_other", "olmoe", "mixtral", "glm", "glm_plain", "granite"]
 KINDS = [*MOE_KINDS, "dense", "dense_tied", "llama"]
@@ -54,30 +61,6 @@ PARITY = 1e-5  # explained above
 # ------------------------------------------------------------------------------------------------------------
 # Helpers
 # ------------------------------------------------------------------------------------------------------------
-def policy_like(hf) -> Policy:
-    """Make a policy with the weights of a transformers model."""
-    policy = Policy(hf.config)
-    policy.load_state_dict(own_names(hf.state_dict().items()))
-    return policy
-
-
-def packed_batch(batch=None) -> moe_model.PackedSequences:
-    batch = batch or tiny_batch()
-    return pack(batch.prompt_ids, batch.completion_ids, "cpu")
-
-
-def reference_logprobs(hf, batch, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-    """Return log-probabilities and entropies of each completion, one sequence at a time."""
-    logprobs, entropies = [], []
-    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids):
-        logits = hf(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0] / temperature
-        logp = logits - logits.logsumexp(dim=-1, keepdim=True)
-        logp = logp[len(prompt) - 1 : len(prompt) - 1 + len(completion)]  # predicted by the token before
-        logprobs.append(logp.gather(1, torch.tensor(completion, dtype=torch.int64).unsqueeze(1)).squeeze(1))
-        entropies.append(-(logp.exp() * logp).sum(dim=-1))
-    return logprobs, entropies
-
-
 def block_of(layer) -> torch.nn.Module:
     """Return the MLP or MoE block of a layer of transformers."""
     return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
@@ -87,10 +70,6 @@ def pop_gradients(module) -> dict[str, Tensor]:
     gradients = own_names((name, p.grad) for name, p in module.named_parameters())
     module.zero_grad(set_to_none=True)
     return gradients
-
-
-def backward(logprobs: Tensor, batch, step: int = 0) -> None:
-    (-(torch.cat(batch.weights[step]) * logprobs).sum() / batch.num_targets).backward()
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float, alive: float = 0.0) -> None:
@@ -860,7 +839,8 @@ def test_memory_of_a_large_model_by_part():
 def test_the_dtype_of_a_policy_is_the_fast_one_of_its_processor(
     on_gpu, speedup, dtype, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(moe_model, "bfloat16_speedup", lambda: speedup)
+    rates = {moe_model.TRAINING_ROWS: speedup, moe_model.DECODING_ROWS: 100.0}
+    monkeypatch.setattr(moe_model, "product_rates", lambda rows: {"float32": 1.0, "bfloat16": rates[rows]})
     assert moe_model.policy_dtype(ModelSettings(), on_gpu) == dtype
     for explicit in ("float32", "bfloat16"):
         assert moe_model.policy_dtype(ModelSettings(dtype=explicit), on_gpu) == explicit
@@ -870,17 +850,54 @@ def test_the_dtype_of_a_policy_is_the_fast_one_of_its_processor(
         assert policy.lm_head.weight.dtype == getattr(torch, dtype)
 
 
-def test_the_speed_up_of_bfloat16_is_the_ratio_of_the_fastest_products(monkeypatch):
-    """A clock that a product in float32 moves by 3 s, and a product in bfloat16 by 2 s; some take longer."""
-    calls = itertools.count()
-    now = [0.0]
+@pytest.mark.parametrize(
+    "on_gpu, fp8, speedup, dtype",
+    [
+        (True, "off", 0.1, "bfloat16"), (False, "on", 0.1, "bfloat16"), (False, "off", 1.5, "bfloat16"),
+        (False, "off", 1.4, "float32"), (False, "simulate", 0.1, "float32"),
+    ],
+)  # fmt: skip
+def test_the_dtype_of_an_engine_is_the_fast_one_of_few_rows(on_gpu, fp8, speedup, dtype, monkeypatch):
+    rates = {moe_model.TRAINING_ROWS: 100.0, moe_model.DECODING_ROWS: speedup}
+    monkeypatch.setattr(moe_model, "product_rates", lambda rows: {"float32": 1.0, "bfloat16": rates[rows]})
+    assert moe_model.engine_dtype(RolloutSettings(fp8=fp8), on_gpu) == dtype
+    for explicit in ("float32", "bfloat16"):
+        assert moe_model.engine_dtype(RolloutSettings(dtype=explicit), on_gpu) == explicit
+
+
+@pytest.mark.parametrize("seconds, num_products", [(1e-6, 20), (1.0, 6)])
+def test_rates_are_of_the_fastest_products_and_slow_processors_measure_few(
+    seconds, num_products, monkeypatch
+):
+    """A clock that a product moves by 3 or, in bfloat16, 2 units; every third product takes longer."""
+    calls = []
 
     def linear(tokens, weight):
-        now[0] += (3.0 if tokens.dtype == torch.float32 else 2.0) + (next(calls) % 3 == 0)
+        calls.append(tokens.dtype)
+        now[0] += seconds * ((3 if tokens.dtype == torch.float32 else 2) + (len(calls) % 3 == 0))
 
+    now = [0.0]
     monkeypatch.setattr(F, "linear", linear)
-    monkeypatch.setattr(moe_model.time, "perf_counter", lambda: now[0])
-    assert moe_model.bfloat16_speedup.__wrapped__() == 1.5
+    monkeypatch.setattr(moe_model.time, "thread_time", lambda: now[0])
+    rates = moe_model.product_rates.__wrapped__(8)
+    assert rates["bfloat16"] / rates["float32"] == pytest.approx(1.5)
+    assert rates["float32"] == pytest.approx(2e-9 * 8 * 576 * 1536 / (3 * seconds))
+    assert calls == [torch.float32, torch.bfloat16] * (num_products // 2), "the dtypes take turns"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86")
+def test_a_processor_with_avx2_alone_computes_in_float32():
+    code = (
+        "import moe_model, torch; from settings import ModelSettings, RolloutSettings\n"
+        "assert torch.backends.cpu.get_cpu_capability() == 'AVX2'\n"
+        "print(moe_model.policy_dtype(ModelSettings(), False))\n"
+        "print(moe_model.engine_dtype(RolloutSettings(), False))"
+    )
+    isa = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | isa, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["float32", "float32"], done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from scipy.stats import ttest_rel
 from experiments import declaration, report, run
 from runtime.checkpoint import prepare_run_dir
 from runtime.config import flat_settings
-from runtime.old_settings import with_present_names
+from runtime.old_settings import settings_of_record
 from tests import preloaded
 from tests.patience import limit, wait_until
 from train_rl import load_config
@@ -771,7 +771,7 @@ def test_the_recorded_settings_of_every_row_are_repeated(monkeypatch):
         config = load_config(["--config", str(file), *run.recorded_settings(args, record)])
         repeated = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
         of_each_run = {key: repeated[key] for key in ("run.dir", "train.seed") if key in repeated}
-        assert repeated == with_present_names(record["settings"]) | of_each_run, (name, row)
+        assert repeated == settings_of_record(record) | of_each_run, (name, row)
 
 
 def test_recorded_stages_are_repeated(monkeypatch):

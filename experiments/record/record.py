@@ -104,6 +104,21 @@ def tokens_of(record: dict) -> dict[int, float | None]:
     return needed
 
 
+def track_of(rows: list[dict]) -> dict[str, float | None]:
+    """Return tokens and seconds to the target of a run's metrics so far, for the track of one GPU.
+
+    seconds: of the training steps until then, without start and evaluations. None: not reached yet.
+    """
+    evaluations = [row for row in rows if f"eval/additions/{METRIC}" in row]
+    curve = {
+        "tokens": [row["generated_tokens"] for row in evaluations],
+        "values": [row[f"eval/additions/{METRIC}"] for row in evaluations],
+    }
+    tokens = tokens_of({"curves": {"0": curve}, "offline_tokens": 0})[0] if len(evaluations) > 1 else None
+    steps = [row for row in rows if "seconds_per_step" in row and row["generated_tokens"] <= (tokens or 0)]
+    return {"tokens": tokens, "seconds": sum(row["seconds_per_step"] for row in steps) if tokens else None}
+
+
 def compared(record: dict, holder: dict) -> dict:
     """Return the comparison of an entry with the record: ratio of tokens, its interval, p, and the verdict.
 

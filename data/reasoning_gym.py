@@ -1,0 +1,252 @@
+"""Make rows of reasoning-gym: 100 tasks with verifiers and levels of difficulty, made by rules from a seed.
+
+    python -m data.reasoning_gym --tasks gcd lcm chain_sum --rows 2000 --seed 0 --output data/built/gym
+    python -m data.reasoning_gym --tasks gcd lcm --difficulty 0 2 --rows 400 --output data/built/gym
+    python -m data.reasoning_gym --list                      # all tasks with their levels of difficulty
+
+Writes train.jsonl and test.jsonl with the columns prompt, answer (JSON for verifiers/reasoning_gym.py), kind,
+difficulty (the level; empty: the default of the package) and task. Tasks and levels have equal shares.
+
+Item i of the package is drawn with seed + i, so that two sets with neighbouring seeds are the same but for
+one item. Here all rows of a task come from one stream, whose start is a hash of seed, task and level. A
+prompt occurs once in both files together; repeated prompts are dropped and counted.
+
+Many tasks have a frequent answer, which reinforcement learning finds before anything else. The command tries
+the most frequent answers as constants, by the verifier, and warns above 15 % of the rows.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import random
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from data.chat import time_limit
+from data.stream import seed_of
+from verifiers import reasoning_gym
+
+MAX_CONSTANT_FRAC = 0.15  # of a task's rows that one constant answer solves, without a warning [ours]
+MAX_ITEM_S = 20.0  # a generator that takes longer costs a row
+DRAWS_PER_ROW = 5  # draws, for each wanted row, after which a task has no more prompts
+NUM_TRIED = 200  # rows on which constants are tried
+CONSTANTS = ("0", "1")  # tried besides the most frequent answers
+
+
+@dataclass
+class Part:
+    """The rows of a task at a level, and the items that gave no row."""
+
+    task: str
+    level: int | None
+    rows: list[dict] = field(default_factory=list)
+    num_repeated: int = 0
+    failures: Counter = field(default_factory=Counter)  # {reason: items}
+
+    @property
+    def name(self) -> str:
+        """Return the task, with the level if there is one."""
+        return self.task if self.level is None else f"{self.task} at {self.level}"
+
+
+def levels_of(task: str) -> int:
+    """Return the number of levels of a task; 0: the task has none."""
+    curriculum = reasoning_gym.load().factory.CURRICULA.get(task)
+    return (
+        max((len(attribute.levels) for attribute in curriculum().attributes.values()), default=0)
+        if curriculum
+        else 0
+    )
+
+
+def config_of(task: str, level: int | None) -> dict:
+    """Return the settings of a task at a level; ValueError if the task has no such level, or refuses it."""
+    if reason := reasoning_gym.refusal(task):
+        raise ValueError(reason)
+    factory = reasoning_gym.load().factory
+    _, settings = factory.DATASETS[task]
+    if level is None:
+        return {}
+    num_levels = levels_of(task)
+    if not 0 <= level < num_levels:
+        known = f"0 to {num_levels - 1}" if num_levels else "none, leave --difficulty out"
+        raise ValueError(f"the task {task} has no difficulty {level}: its levels are {known}")
+    curriculum = factory.CURRICULA[task]()
+    curriculum.set_global_level(level)
+    try:
+        config = curriculum.generate_configuration()
+        config.validate()
+    except Exception as error:  # assertions of the package
+        raise ValueError(f"the task {task} refuses the difficulty {level}: {error}") from error
+    default = asdict(settings())
+    return {name: value for name, value in asdict(config).items() if value != default[name]}
+
+
+def make_part(task: str, level: int | None, num: int, seed: int, prompts: set[str]) -> Part:
+    """Return `num` rows of a task, fewer if its prompts repeat. prompts: earlier ones, receives the new."""
+    part = Part(task, level)
+    config = config_of(task, level)
+    make, settings = reasoning_gym.load().factory.DATASETS[task]
+    num_draws = DRAWS_PER_ROW * num
+    first = seed_of(seed, "reasoning_gym", task, str(level)) % (2**31)
+    try:
+        items = make(settings(**config | {"seed": first, "size": max(num_draws, 500)}))
+    except Exception as error:
+        raise ValueError(f"the task {task} cannot be made: {error}") from error
+    for number in range(num_draws):
+        if len(part.rows) == num or sum(part.failures.values()) > num:
+            break
+        try:
+            with time_limit(MAX_ITEM_S, "the generator"), contextlib.redirect_stdout(io.StringIO()):
+                row = row_of(task, level, config, items[number])
+                if row["prompt"] in prompts:
+                    part.num_repeated += 1
+                    continue
+                check_reference(row["answer"])
+        except Exception as error:  # of any type, from the code of 100 tasks
+            part.failures[f"{type(error).__name__}: {error}"[:120]] += 1
+            continue
+        prompts.add(row["prompt"])
+        part.rows.append(row)
+    return part
+
+
+def row_of(task: str, level: int | None, config: dict, item: dict) -> dict:
+    """Return the row of an item of the package."""
+    answer = {"task": task, "config": reasoning_gym.numbers_of(config), "answer": item["answer"]}
+    return {
+        "prompt": item["question"],
+        "answer": json.dumps(answer | {"metadata": item["metadata"]}),
+        "kind": "reasoning_gym",
+        "difficulty": level,
+        "task": task,
+    }
+
+
+def check_reference(answer: str) -> None:
+    """Raise ValueError if the verifier refuses the row's own answer."""
+    reward, *_ = reasoning_gym.verify(f"<answer>{reasoning_gym.reference_of(answer)}</answer>", answer)
+    if reward != 1:
+        raise ValueError(f"the verifier gives {reward:g} to the reference answer")
+
+
+def best_constant(rows: list[dict]) -> tuple[str, float, float]:
+    """Return the constant answer that is right most often, the share of rows it solves, and its score."""
+    answers = [row["answer"] for row in rows[:NUM_TRIED]]
+    frequent = Counter(map(reasoning_gym.reference_of, answers)).most_common(3)
+    shares = []
+    for constant in dict.fromkeys([*(value for value, _ in frequent), *CONSTANTS]):
+        rewards = [reasoning_gym.verify(f"<answer>{constant}</answer>", answer)[0] for answer in answers]
+        shares.append(
+            (sum(reward == 1 for reward in rewards) / len(rewards), sum(rewards) / len(rewards), constant)
+        )
+    share, mean, constant = max(shares)
+    return constant, share, mean
+
+
+def split_parts(parts: list[Part], num_train: int, num_test: int) -> tuple[list[dict], list[dict]]:
+    """Return training and held-out rows, in the same proportion for every part that has too few."""
+    train: list[dict] = []
+    test: list[dict] = []
+    for part in parts:
+        num = round(len(part.rows) * num_test / (num_train + num_test)) if num_test else 0
+        test += part.rows[:num]
+        train += part.rows[num:]
+    return train, test
+
+
+def describe(part: Part, num: int) -> list[str]:
+    """Return the lines about a part: rows, repeated prompts, failures, and the best constant answer."""
+    if not part.rows:
+        return [f"warning: {part.name}: no row ({dict(part.failures)})"]
+    constant, share, mean = best_constant(part.rows)
+    line = f"{part.name}: {len(part.rows)} rows, {part.num_repeated} repeated prompts dropped; "
+    line += f"constant answer {constant[:40]!r}: right in {share:.2f}, mean score {mean:.2f}"
+    lines = [line]
+    if share > MAX_CONSTANT_FRAC:
+        lines.append(
+            f"warning: {part.name}: one constant answer is right in {share:.0%} of the rows, more than "
+            f"{MAX_CONSTANT_FRAC:.0%}: a gain below that shows nothing; choose another difficulty or task"
+        )
+    if len(part.rows) < num:
+        lines.append(f"warning: {part.name}: {len(part.rows)} different prompts found, {num} wanted")
+    for reason, count in part.failures.most_common(3):
+        lines.append(f"warning: {part.name}: {count} items left out: {reason}")
+    return lines
+
+
+def make_sets(tasks: list[str], levels: list[int | None], num_train: int, num_test: int, seed: int) -> tuple:
+    """Return training rows, held-out rows and the lines to print; ValueError names a task or level."""
+    pairs = [(task, level) for task in dict.fromkeys(tasks) for level in dict.fromkeys(levels)]
+    for task, level in pairs:
+        config_of(task, level)  # all errors of names and levels before the first row
+    if num_train < len(pairs) or num_test < len(pairs):
+        raise ValueError(
+            f"--rows {num_train}, --test {num_test}: each of {len(pairs)} tasks and levels needs rows"
+        )
+    prompts: set[str] = set()
+    parts = []
+    lines = []
+    for number, (task, level) in enumerate(pairs):
+        num = sum(total // len(pairs) + (number < total % len(pairs)) for total in (num_train, num_test))
+        parts.append(make_part(task, level, num, seed, prompts))
+        lines += describe(parts[-1], num)
+    train, test = split_parts(parts, num_train, num_test)
+    if not train or not test:
+        raise ValueError(
+            f"the tasks have too few different prompts: {len(train)} to train on, {len(test)} held out"
+        )
+    for rows in (train, test):
+        random.Random(seed).shuffle(rows)
+    return train, test, lines
+
+
+def list_tasks() -> list[str]:
+    """Return a line for each task of the package: its levels, or why it cannot be used."""
+    lines = []
+    for task in sorted(reasoning_gym.load().factory.DATASETS):
+        reason = reasoning_gym.refusal(task)
+        lines.append(
+            reason or f"{task}: {f'levels 0 to {levels_of(task) - 1}' if levels_of(task) else 'no levels'}"
+        )
+    return lines
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the command line and write both sets."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data.reasoning_gym",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of reasoning-gym")
+    add("--difficulty", nargs="+", type=int, default=[None], metavar="LEVEL",
+        help="levels, each for every task; left out: the default of the package")  # fmt: skip
+    add("--rows", type=int, default=1000, help="training rows, over all tasks (default: %(default)s)")
+    add("--test", type=int, help="held-out rows, over all tasks (default: a fifth of --rows)")
+    add("--seed", type=int, default=0, help="seed of all draws (default: %(default)s)")
+    add("--output", type=Path, default=Path("data/built/reasoning_gym"), help="folder (default: %(default)s)")
+    add("--list", action="store_true", help="list the tasks and their levels, and end")
+    args = parser.parse_args(argv)
+    try:
+        if args.list or not args.tasks:
+            print("\n".join(list_tasks()))
+            return
+        num_parts = len(set(args.tasks)) * len(set(args.difficulty))
+        num_test = max(num_parts, args.rows // 5) if args.test is None else args.test
+        train, test, lines = make_sets(args.tasks, args.difficulty, args.rows, num_test, args.seed)
+    except (ImportError, ValueError) as error:
+        parser.error(str(error))
+    print("\n".join(lines))
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("test", test)):
+        file = args.output / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{file}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

