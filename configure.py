@@ -248,8 +248,25 @@ def rollout_contradictions(config: Config) -> Iterator[str]:
 def config_warnings(config: Config) -> list[str]:
     """List legitimate but unusual combinations, to be printed once at the start."""
     of_extras = [warning for extra in active(config) for warning in extra.warnings(config)]
-    warnings = (loss_warnings, elimination_warnings, timeout_warnings, tracking_warnings)
+    warnings = (precision_warnings, loss_warnings, elimination_warnings, timeout_warnings, tracking_warnings)
     return [*(text for warn in warnings for text in warn(config)), *of_extras]
+
+
+DLOGP_OF_BFLOAT16 = (4e-4, 4e-2)  # smallest and largest mean of SmolLM2's runs with either dtype bfloat16
+
+
+def precision_warnings(config: Config) -> Iterator[str]:
+    """Say how far trainer and engine will differ, if a dtype makes a larger difference than need be."""
+    policy, engine = config.model.dtype, config.rollout.dtype
+    limit = config.rollout.parity_mean
+    low, high = DLOGP_OF_BFLOAT16
+    is_mixed = {policy, engine} == {"float32", "bfloat16"}
+    if is_mixed or (engine == "bfloat16" and limit < high):
+        effect = f"; rollout.parity_mean {limit:g} may stop the run" if limit < high else ""
+        yield (
+            f"model.dtype {policy!r} and rollout.dtype {engine!r}: expect a mean abs(dlogp) of {low:g} to "
+            f"{high:g} nats, or of about 1e-5 with float32 for both{effect}"
+        )
 
 
 def loss_warnings(config: Config) -> Iterator[str]:

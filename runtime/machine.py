@@ -11,6 +11,7 @@ and check_machine() raises the lines.
 import contextlib
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import socket
@@ -80,6 +81,13 @@ def unsupported_gpu(
             "set model.dtype and rollout.dtype to float32, or take another GPU"
         )
     return None
+
+
+def missing_instructions(machine: str, has_avx2: bool) -> str | None:
+    """Explain that vLLM has no kernels for a processor. machine: for example x86_64."""
+    if machine != "x86_64" or has_avx2:
+        return None
+    return "this processor lacks AVX2, without which vLLM computes in no dtype: take another machine or a GPU"
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
@@ -256,7 +264,7 @@ def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> Non
     """
     import torch
 
-    problems = [fp8_refusal]
+    problems = [fp8_refusal, missing_instructions(platform.machine(), torch.cpu._is_avx2_supported())]
     if torch.version.cuda is not None and torch.cuda.is_available():
         device = device_of_rank()
         architectures = torch.cuda.get_arch_list()

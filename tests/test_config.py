@@ -535,6 +535,23 @@ def test_unusual_settings_are_warned_about_with_both_names():
     assert config_warnings(load(*mask, "algorithm.rollout_correction_cap=1.02")) == []
 
 
+@pytest.mark.parametrize(
+    "policy, engine, limit, has_warning",
+    [
+        ("float32", "bfloat16", 0.1, True), ("bfloat16", "float32", 0.1, True),
+        ("float32", "float32", 1e-6, False), ("bfloat16", "bfloat16", 0.1, False),
+        ("bfloat16", "bfloat16", 1e-3, True), ("float32", "bfloat16", 1e-3, True),
+    ],
+)  # fmt: skip
+def test_dtypes_that_differ_or_exceed_the_parity_check_are_announced(policy, engine, limit, has_warning):
+    dtypes = (f"model.dtype={policy}", f"rollout.dtype={engine}", f"rollout.parity_mean={limit}")
+    warnings = config_warnings(load(*dtypes))
+    assert len(warnings) == has_warning
+    for warning in warnings:
+        assert "abs(dlogp)" in warning and policy in warning and engine in warning
+        assert ("rollout.parity_mean" in warning) == (limit < 0.04)
+
+
 def test_a_function_is_a_module_and_a_name():
     assert load("reward.functions=['my.module:verify']").reward.functions == ["my.module:verify"]
 

@@ -1,5 +1,6 @@
 """Checks of a machine with a GPU: each cause is one line with its remedy, before anything is loaded."""
 
+import contextlib
 import os
 import re
 import stat
@@ -30,6 +31,20 @@ def make_program(path, text="#!/bin/sh\n"):
 
 
 # ---- one line per cause ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "has_avx2", "is_refused"),
+    [("x86_64", False, True), ("x86_64", True, False), ("aarch64", False, False)],
+)
+def test_a_processor_without_kernels_is_refused_before_anything_is_loaded(
+    kind, has_avx2, is_refused, monkeypatch
+):
+    monkeypatch.setattr(machine.platform, "machine", lambda: kind)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: has_avx2)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ValueError, match="AVX2") if is_refused else contextlib.nullcontext():
+        machine.check_machine()
+
+
 @pytest.mark.parametrize(
     ("compiler", "has_headers", "named"),
     [("/usr/bin/gcc", True, []), (None, True, ["C compiler"]), ("/usr/bin/gcc", False, ["Python.h"]),

@@ -1,11 +1,14 @@
 """experiments.bench.real_step: the bound of an update and the ratios of a table."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
+import moe_model
 from configure import load_config
 from experiments.bench import real_step
 
@@ -57,7 +60,9 @@ def test_ratios_of_a_real_step_are_taken_within_a_round():
         }
         return {"rates": {"alone": rate}, "runs": runs}
 
-    table = real_step.table_lines({"rounds": [one_round(1.0, 5.0), one_round(2.0, 10.0)]})
+    data = {"rounds": [one_round(1.0, 5.0), one_round(2.0, 10.0)]}
+    assert real_step.update_over_bound(data) == {"dense": 1.875, "moe": 2.25}
+    table = real_step.table_lines(data)
     cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in table[2:]}
     assert cells["step of `trl` / step"][:2] == ["4.00 (4.00-4.00)", "2.00 (2.00-2.00)"]
     assert cells["step of `trl_bf16` / step"][:2] == ["3.00 (3.00-3.00)", "1.50 (1.50-1.50)"]
@@ -65,3 +70,18 @@ def test_ratios_of_a_real_step_are_taken_within_a_round():
     assert cells["update / bound"][:2] == ["1.88 (1.25-2.50)", "2.25 (1.50-3.00)"]
     assert cells["update / bound of the busiest rank"][0] == "1.50 (1.00-2.00)"
     assert cells["update / update of `dense`, divided by the same ratio of FLOP"][1] == "1.20 (1.20-1.20)"
+
+
+@pytest.mark.parametrize(
+    "option, settings, dtypes",
+    [
+        ("auto", [], ("bfloat16", "float32")), ("float32", [], ("float32", "float32")),
+        ("auto", ["model.dtype=float32", "rollout.dtype=bfloat16"], ("float32", "bfloat16")),
+    ],
+)  # fmt: skip
+def test_the_record_names_the_dtypes_that_the_runs_take(option, settings, dtypes, monkeypatch):
+    monkeypatch.setattr(moe_model, "fast_dtype", {512: "bfloat16", 32: "float32"}.get)
+    args = SimpleNamespace(dtype=option, settings=settings, max_new_tokens=8)
+    real_step.choose_dtypes(args)
+    conditions = real_step.environment(args)
+    assert (conditions["policy_dtype"], conditions["engine_dtype"]) == dtypes

@@ -14,10 +14,10 @@ of verifiers/instructions.py. These trainers take turns, in reverse order in eve
     trl       TRL's GRPOTrainer on the dense model with transformers' generate: one process, two threads, four
               micro-batches of 16 completions; everything in float32.
     trl_bf16  the same with TRL's bf16=True: float32 weights, products in bfloat16.
-Our policies have the dtype that model.dtype auto takes on the processor (--dtype takes another), and our
-engine is bfloat16. The number of a round is the seed of its trainers, so rounds differ in prompts and
-lengths. A figure is the median over the steps of a run after the first; the table shows the median over
-rounds and the range. Ratios are computed within a round.
+Our policies and our engine have the dtypes that auto takes on the processor (--dtype and rollout.dtype=DTYPE
+take others); the record names both. The number of a round is the seed of its trainers, so rounds differ in
+prompts and lengths. A figure is the median over the steps of a run after the first; the table shows the
+median over rounds and the range. Ratios are computed within a round.
 
 The bound of an update is the time of its matrix products: the floating-point operations (FLOP) of both ranks,
 divided by twice the rate of one thread in the dtype of our policies. product_flop() counts the linear layers
@@ -282,7 +282,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     model = args.moe if trainer == "moe" else args.dense
     num_steps = args.steps + WARMUP_STEPS
     settings = [
-        f"model.path={model.resolve()}", f"model.dtype={args.dtype}", "rollout.dtype=bfloat16",
+        f"model.path={model.resolve()}", f"model.dtype={args.dtype}", f"rollout.dtype={args.engine_dtype}",
         f"data.train=[{{path: {PROMPTS}}}]", "data.chat=always", "data.eval=[]",
         f"rollout.prompts_per_step={NUM_PROMPTS}", f"rollout.group_size={GROUP_SIZE}",
         "rollout.max_prompt_tokens=128", f"rollout.max_new_tokens={args.max_new_tokens}",
@@ -349,6 +349,7 @@ def measure(args: argparse.Namespace) -> dict:
             seconds = ", ".join(f"{step['step']:.1f}" for step in runs[trainer])
             print(f"round {number + 1}, {trainer}: steps of {seconds} s", flush=True)
         data["rounds"].append({"order": list(order), "rates": rates, "runs": runs})
+        data["update_over_bound"] = update_over_bound(data)
         write_results(args.json, data)  # a stopped benchmark keeps its finished rounds
     return data
 
@@ -358,7 +359,7 @@ def environment(args: argparse.Namespace) -> dict:
     return {
         "versions": versions(),
         "policy_dtype": args.dtype,
-        "engine_dtype": "bfloat16",
+        "engine_dtype": args.engine_dtype,
         "max_new_tokens": args.max_new_tokens,
         "settings": args.settings,
     }
@@ -399,6 +400,12 @@ def summary(data: dict) -> dict[str, dict]:
             for figure, value in own.items():
                 values.setdefault(name, {}).setdefault(figure, []).append(value)
     return {name: {figure: spread(v) for figure, v in own.items()} for name, own in values.items()}
+
+
+def update_over_bound(data: dict) -> dict[str, float]:
+    """Return the update's time divided by that of its products, {trainer: median over rounds}."""
+    figures = summary(data)
+    return {name: own["over_bound"]["median"] for name, own in figures.items() if "over_bound" in own}
 
 
 ROWS = (  # figure, text, form
@@ -462,12 +469,16 @@ def read_options() -> argparse.Namespace:
     return args
 
 
-def chosen_dtype(dtype: str) -> str:
-    """Return the dtype that train_rl.py takes on this processor for model.dtype."""
+def choose_dtypes(args: argparse.Namespace) -> None:
+    """Replace auto by the dtypes that train_rl.py takes on this processor; settings come before --dtype."""
     import moe_model
-    from settings import ModelSettings
+    from settings import ModelSettings, RolloutSettings
 
-    return moe_model.policy_dtype(ModelSettings(dtype=dtype), on_gpu=False)
+    words = dict(word.split("=", 1) for word in args.settings)
+    policy = ModelSettings(dtype=words.get("model.dtype", args.dtype))
+    engine = RolloutSettings(dtype=words.get("rollout.dtype", "auto"))
+    args.dtype = moe_model.policy_dtype(policy, on_gpu=False)
+    args.engine_dtype = moe_model.engine_dtype(engine, on_gpu=False)
 
 
 def main() -> None:
@@ -478,7 +489,7 @@ def main() -> None:
         return
     if args.result:
         train_and_count(args)
-    args.dtype = chosen_dtype(args.dtype)
+    choose_dtypes(args)
     data = measure(args)
     print("\n".join(table_lines(data)))
     conditions = data["environment"]
