@@ -17,7 +17,7 @@ import pytest
 from conftest import SHARED_DATA as SHARED
 from tokenizers import AddedToken, normalizers
 
-from data import gsm8k, math_sets, random_model
+from data import gsm8k, human_eval, math_sets, random_model
 from data.formats import load_tables
 from data.prompts import (
     DataSettings,
@@ -29,6 +29,8 @@ from data.prompts import (
     save_prompts,
 )
 from data.stream import digest_of, load_sets, mixture_of, prompts_of_step, tokenize
+from tests.patience import limit
+from verifiers import code
 from verifiers.math import last_boxed
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real sets are not in {SHARED}")
@@ -770,6 +772,26 @@ def test_an_answer_prefix_ends_every_prompt(tmp_path, tokenizer, chat):
     for turns in ({"tools": ["verifiers.tools:python"]}, {"environment": "a.py:A"}):
         with refuses("data.answer_prefix", "data.tools"):
             check_data(DataSettings(answer_prefix="Answer:", **turns))
+
+
+def test_problems_of_human_eval(tmp_path):
+    """Two reference programs pass, functions without work and a changed file do not."""
+    file = human_eval.find_file()
+    problems = human_eval.read_problems(file)
+    sources = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    assert len(problems) == 164 and {problem.kind for problem in problems} == {"code"}
+    for number in (0, 38):  # imports, and a helper, above the function
+        source = sources[number]
+        start = source["prompt"].rindex("def ")
+        function = source["prompt"][start:] + source["canonical_solution"]
+        for body, expected in ((function, 1), (f"def {source['entry_point']}(*values): pass", 0)):
+            program = f"```python\n{body}\n```"
+            limits = {"isolation": "rlimits", "timeout_s": limit(20)}
+            assert code.verify(program, problems[number].answer, **limits)[0] == expected
+    changed = tmp_path / "HumanEval.jsonl.gz"
+    changed.write_bytes(file.read_bytes() + b" ")
+    with refuses(changed, "SHA-256"):
+        human_eval.read_problems(changed)
 
 
 ASSISTANTS = (
