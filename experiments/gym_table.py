@@ -1,0 +1,133 @@
+"""The table of all tasks of reasoning-gym on a start model: what it solves, and what a constant solves.
+
+    python experiments/gym_table.py --model data/built/smollm2/dense --run-dir runs/gym_table
+
+Each task is made at its lowest level. The prompt ends with "Answer:"; 8 prompts a task, 4 samples a prompt,
+temperature 0.7, at most 14 tokens, one line. Writes rows.jsonl, completions.jsonl and record.json to the
+folder; a repeated command resumes after the last of them. Prompts above --max-prompt-tokens are left out.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
+
+from data import reasoning_gym as rows_of_tasks
+from experiments.bench.common import markdown, torchrun
+from experiments.evaluate import write_aside
+from runtime.launch import leave, run
+from verifiers import reasoning_gym
+
+NUM_ROWS = 100  # of a task, on which constants are tried
+NUM_PROMPTS = 8
+NUM_SAMPLES = 4
+
+
+def easiest_part(task: str) -> rows_of_tasks.Part:
+    """Return rows of a task at its lowest level, or at the package's default if it refuses that level."""
+    for level in (0, None):
+        try:
+            return rows_of_tasks.make_part(task, level, NUM_ROWS, 0, set())
+        except ValueError as error:
+            reason = error
+    raise reason
+
+
+def make_rows(run_dir: Path) -> None:
+    """Write the prompts of all tasks, and the score of the best constant answer of each."""
+    rows = []
+    constants = {}
+    for task in sorted(reasoning_gym.load().factory.DATASETS):
+        if reasoning_gym.refusal(task) is None and (part := easiest_part(task)).rows:
+            rows += part.rows[:NUM_PROMPTS]
+            constants[task] = rows_of_tasks.best_constant(part.rows)
+    write_aside(run_dir / "constants.json", json.dumps(constants, indent=1) + "\n")
+    write_aside(run_dir / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def complete(run_dir: Path, model: Path, max_prompt_tokens: int) -> None:
+    """Complete the prompts with one rank."""
+    command = [
+        *torchrun(1), ROOT / "experiments" / "evaluate.py", "--model", model,
+        "--data", run_dir / "rows.jsonl", "--chat", "never", "--template", "{prompt}\nAnswer:", "--samples", NUM_SAMPLES, "--temperature", 0.7,
+        "--max-new-tokens", 14, "--dtype", "float32", "--kv-cache-gib", 0.5, "--max-num-seqs", 16,
+        "--no-trainer-logprobs", "--completions", run_dir / "completions.jsonl", 'rollout.stop=["\\n"]',
+        f"rollout.max_prompt_tokens={max_prompt_tokens}", "data.on_bad_row=drop",
+    ]  # fmt: skip
+    if code := subprocess.run([str(word) for word in command]).returncode:
+        raise RuntimeError(f"the evaluation ended with exit code {code}; its error is above")
+
+
+def record_of(run_dir: Path) -> dict:
+    """Return the figures of each task, from the sampled completions."""
+    constants = json.loads((run_dir / "constants.json").read_text())
+    groups: dict[str, dict[int, list[dict]]] = {task: {} for task in constants}
+    for line in (run_dir / "completions.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["temperature"] > 0:
+            task = json.loads(row["answer"])["task"]
+            groups[task].setdefault(row["prompt_index"], []).append(row)
+    record = {}
+    for task, (constant, share, _) in constants.items():
+        samples = [row for group in groups[task].values() for row in group]
+        if samples:
+            ties = [len({row["reward"] for row in group}) == 1 for group in groups[task].values()]
+            record[task] = {
+                "prompts": len(ties),
+                "pass_at_1": sum(row["reward"] == 1 for row in samples) / len(samples),
+                "mean_score": sum(row["reward"] for row in samples) / len(samples),
+                "constant": constant[:20],
+                "constant_frac": share,
+                "without_variance_frac": sum(ties) / len(ties),
+                "tokens": sum(row["num_tokens"] for row in samples) / len(samples),
+            }
+    return record
+
+
+def table_lines(record: dict[str, dict]) -> list[str]:
+    """Return the table of the tasks with a right sample; a last line counts the others."""
+    solved = {task: row for task, row in record.items() if row["pass_at_1"] > 0}
+    rows = [
+        [f"`{task}`", *(f"{row[name]:.2f}" for name in ("pass_at_1", "constant_frac")),
+         f"{row['without_variance_frac']:.2f}", f"{row['tokens']:.1f}"]
+        for task, row in sorted(solved.items(), key=lambda item: -item[1]["pass_at_1"])
+    ]  # fmt: skip
+    heads = ["task at its lowest level", "pass@1", "best constant", "groups without variance", "tokens"]
+    others = [row["without_variance_frac"] for row in record.values() if row["pass_at_1"] == 0]
+    mean = sum(others) / max(1, len(others))
+    return [
+        *markdown(heads, rows),
+        "",
+        f"{len(others)} other tasks: pass@1 0, groups without variance {mean:.2f}.",
+    ]
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser("experiments/gym_table.py", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", type=Path, required=True, help="folder of a model")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/gym_table"), help="folder of the results")
+    parser.add_argument("--max-prompt-tokens", type=int, default=384, help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Make rows, complete them, and write the record."""
+    args.run_dir.mkdir(parents=True, exist_ok=True)
+    if not (args.run_dir / "rows.jsonl").is_file():
+        make_rows(args.run_dir)
+    if not (args.run_dir / "completions.jsonl").is_file():
+        complete(args.run_dir, args.model, args.max_prompt_tokens)
+    record = record_of(args.run_dir)
+    write_aside(args.run_dir / "record.json", json.dumps(record, indent=1) + "\n")
+    print("\n".join(table_lines(record)))
+
+
+if __name__ == "__main__":
+    leave(run(main, parse_args, sys.argv[1:]))
