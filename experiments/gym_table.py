@@ -23,7 +23,7 @@ from experiments.evaluate import write_aside
 from runtime.launch import leave, run
 from verifiers import reasoning_gym
 
-NUM_ROWS = 100  # of a task, on which constants are tried
+NUM_ROWS = 40  # of a task, on which constants are tried
 NUM_PROMPTS = 8
 NUM_SAMPLES = 4
 
@@ -54,9 +54,10 @@ def complete(run_dir: Path, model: Path, max_prompt_tokens: int) -> None:
     """Complete the prompts with one rank."""
     command = [
         *torchrun(1), ROOT / "experiments" / "evaluate.py", "--model", model,
-        "--data", run_dir / "rows.jsonl", "--chat", "never", "--template", "{prompt}\nAnswer:", "--samples", NUM_SAMPLES, "--temperature", 0.7,
-        "--max-new-tokens", 14, "--dtype", "float32", "--kv-cache-gib", 0.5, "--max-num-seqs", 16,
-        "--no-trainer-logprobs", "--completions", run_dir / "completions.jsonl", 'rollout.stop=["\\n"]',
+        "--data", run_dir / "rows.jsonl", "--chat", "never", "--template", "{prompt}\nAnswer:",
+        "--samples", NUM_SAMPLES, "--temperature", 0.7, "--max-new-tokens", 14, "--dtype", "float32",
+        "--kv-cache-gib", 0.5, "--max-num-seqs", 16, "--no-trainer-logprobs",
+        "--completions", run_dir / "completions.jsonl", 'rollout.stop=["\\n"]',
         f"rollout.max_prompt_tokens={max_prompt_tokens}", "data.on_bad_row=drop",
     ]  # fmt: skip
     if code := subprocess.run([str(word) for word in command]).returncode:
