@@ -23,7 +23,7 @@ from experiments.evaluate import write_aside
 from runtime.launch import leave, run
 from verifiers import reasoning_gym
 
-NUM_ROWS = 40  # of a task, on which constants are tried
+NUM_ROWS = 30  # of a task, on which constants are tried
 NUM_PROMPTS = 8
 NUM_SAMPLES = 4
 
