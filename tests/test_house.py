@@ -358,7 +358,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "modules, the root": 17,
     "words of Markdown, docs": 25800,
     "words of Markdown, docs/silent_faults.md": 4400,
-    "words of Markdown, experiments": 14600,
+    "words of Markdown, experiments": 14750,
     "words of Markdown, kernels": 670,
     "words of Markdown, runtime": 318,
     "words of Markdown, tests": 910,

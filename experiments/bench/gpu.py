@@ -13,7 +13,6 @@ beside its expected value; the tar holds all files of --out. Models are built in
 """
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -30,7 +29,7 @@ import torch
 
 from experiments.bench import gpu_engine, gpu_kernels, gpu_runs
 from experiments.bench.common import ROOT, make_parser, markdown, write_json
-from experiments.bench.gpu_kernels import NEEDS_GPU, Piece, Report
+from experiments.bench.gpu_kernels import NEEDS_GPU, Piece, Report, die_with_parent
 from runtime.launch import leave
 from runtime.provenance import commit_of, cpu_model
 
@@ -48,7 +47,6 @@ GRACE_S = 30  # seconds that a piece has to end itself
 FREE_S = 10  # seconds until the driver has freed the memory of the piece before
 DRY_LIMIT_S = 300  # of a piece, on a loaded machine; a quiet one takes less than a minute
 PACK_S = 5  # between two tars of the results
-PR_SET_PDEATHSIG = 1
 
 
 def versions() -> dict[str, str]:
@@ -99,8 +97,9 @@ def run_piece(args, name: str, limit_s: float) -> dict:
     command += ["--out", str(args.out), *["--dry-run"] * args.dry_run]
     start = time.monotonic()
     with log.open("w") as file:
-        options = {"cwd": ROOT, "env": {"OMP_NUM_THREADS": "1"} | dict(os.environ)}
-        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, **options)
+        options = {"cwd": ROOT, "start_new_session": True, "preexec_fn": die_with_parent}
+        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, **options)
         try:
             while (code := process.poll()) is None and (left := start + limit_s - time.monotonic()) > 0:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -109,15 +108,14 @@ def run_piece(args, name: str, limit_s: float) -> dict:
         finally:
             end_piece(process)
     record = read_piece(args, name)
-    if code == 0 and record is not None:
+    if record is not None and (record["finished"] or "error" in record["report"]["figures"]):
         return record
     lines = [line for line in log.read_text().splitlines() if line.strip()]
     reason = f"not done after {limit_s:.0f} s" if code is None else f"exit code {code}"
     report = Report(args.out, name, args.dry_run, versions())
-    report.figures.update((record or {}).get("report", {}).get("figures", {}))
-    report.figures["error"] = f"{reason}, {log}: {' '.join(lines[-1:])[:300]}"
-    report.criteria["it ran to its end"] = False
-    return json.loads((args.out / f"{name}.json").read_text())
+    report.figures.update(record["report"]["figures"] if record else {})
+    report.fail(f"{reason}, {log}: {' '.join(lines[-1:])}")
+    return read_piece(args, name)
 
 
 def end_piece(process: subprocess.Popen) -> None:
@@ -136,29 +134,25 @@ def end_piece(process: subprocess.Popen) -> None:
 
 def alone(args) -> None:
     """Run one piece in this process, write its record, and exit."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed visit leaves no piece on the GPU
     for variable, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(variable, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     piece = MODES[args.mode][args.alone]
-    code = 0
+    report = Report(args.out, args.alone, args.dry_run, versions())
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("EXPERIMENTS_GPU_MODELS", folder)
         try:
-            missing = what_is_missing(piece, args.dry_run)
-            report = Report(args.out, args.alone, args.dry_run, versions())
-            if missing:
+            if missing := what_is_missing(piece, args.dry_run):
                 report.figures["not run"] = missing
             else:
                 piece.run(report)
             report.finished = True
             report.write()
-        except Exception:
+        except Exception as error:
             traceback.print_exc()
-            code = 1
-    leave(code)
+            report.fail(f"{type(error).__name__}: {error}")
+    leave(0 if report.finished else 1)
 
 
 # ------------------------------------------------------------------------------------------------------------

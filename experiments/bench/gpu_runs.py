@@ -18,7 +18,7 @@ import torch
 
 from experiments.bench.common import ROOT
 from experiments.bench.gpu_engine import model_of_size, models
-from experiments.bench.gpu_kernels import SIZES, Piece, Report, flops_per_token
+from experiments.bench.gpu_kernels import SIZES, Piece, Report, die_with_parent, flops_per_token
 
 TINY = "experiments/environments/tiny.yaml"
 REAL = "experiments/environments/real.yaml"
@@ -49,9 +49,10 @@ def train(
     common = ["model.ep_size=1", "checkpoint.every=0", f"run.dir={run_dir}"]
     command = [sys.executable, "train_rl.py", "--config", config, *common, *settings]
     log = report.out / f"{report.name}_train.log"
-    environment = os.environ | {"TORCHELASTIC_RUN_ID": "gpu", "LOCAL_WORLD_SIZE": "1"}  # dies with this piece
+    environment = os.environ | {"LOCAL_WORLD_SIZE": "1"}
     with log.open("a") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=environment)
+        options = {"cwd": ROOT, "env": environment, "preexec_fn": die_with_parent}
+        process = subprocess.Popen(command, stdout=file, stderr=file, **options)
         rows: list[dict] = []
         is_enough = False
         while not is_enough:
