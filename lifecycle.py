@@ -951,12 +951,21 @@ def evaluation_texts(run: Run, completions: list[Completion], verdicts: list[Ver
     return sorted(sum(gathered, []), key=lambda row: (row["source"], row["prompt_index"]))
 
 
+def conditions_of(config: Config) -> str:
+    """Return the settings of an evaluation that change its figures; a resume may have changed them."""
+    max_new_tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    rollout = config.rollout
+    turns = (rollout.max_turns, config.data.tools, config.data.environment)
+    return f"{max_new_tokens, rollout.temperature, rollout.stop, config.reward.binary, *turns}"
+
+
 def log_evaluation(run: Run, completions: list[Completion]) -> None:
     """Record and log the result of an evaluation; outcomes.json holds it prompt by prompt. Collective."""
     verdicts = verdicts_of(completions)
     run.pool.latencies = []  # only latencies of training are reported
     metrics = evaluation_metrics(completions, verdicts, run.eval_sets, run.config)
-    sets = {name: digest_of(prompts) for name, (prompts, _) in run.eval_sets.items()}
+    conditions = conditions_of(run.config)
+    sets = {name: f"{digest_of(prompts)} {conditions}" for name, (prompts, _) in run.eval_sets.items()}
     run.state.add_evaluation(metrics, run.rule, sets)
     outcomes = prompt_outcomes(verdicts, run.eval_sets, run.config)
     texts = evaluation_texts(run, completions, verdicts)

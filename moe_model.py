@@ -1001,6 +1001,9 @@ def check_supported(config: PretrainedConfig) -> None:
         for field, supported in fixed_fields.items()
         if values.get(field, supported) != supported
     ]
+    rotated = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    if rotated != 1.0 and config.model_type != "glm4_moe":  # transformers and vLLM ignore it or fail
+        problems.append(f"partial_rotary_factor is {rotated!r}, supported is 1.0")
     if rope_type not in ("default", "llama3"):
         problems.append(f"rope_type is {rope_type!r}, supported are 'default' and 'llama3'")
     if getattr(config, "quantization_config", None):

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT
+from helpers import make_config
 from transformers import Qwen3MoeConfig
 
 import moe_model
@@ -29,6 +30,7 @@ from experiments.bench import gpu_kernels, gpu_runs
 from experiments.bench.common import read_results, spread, write_results
 from experiments.bench.gpu import MODES
 from experiments.record import record
+from lifecycle import conditions_of
 from runtime import summary
 from runtime.checkpoint import TrainState
 from tests import preloaded
@@ -437,6 +439,17 @@ def test_a_summary_lists_difficulties_of_sets_of_any_name_and_trivial_references
 
 
 FIRST = {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.5, "eval/b/accuracy_difficulty_2": 0.5}
+
+
+@pytest.mark.parametrize("setting", [
+    "eval.max_new_tokens=3", "rollout.max_new_tokens=3", "rollout.temperature=0.5", "reward.binary=true",
+    "rollout.stop=[x]", "train.num_steps=7",
+])  # fmt: skip
+def test_settings_that_change_an_evaluation_are_conditions_of_its_figures(setting):
+    is_changed = conditions_of(make_config(setting)) != conditions_of(make_config())
+    assert is_changed == (not setting.startswith("train"))
+
+
 AFTER = {  # sets of the last evaluation, its step of 9, and the accuracies before and after
     "the same sets": ({"a": "1", "b": "2"}, 9, 0.375, 0.75),
     "no evaluation at the end": ({"a": "1", "b": "2"}, 0, 0.375, None),

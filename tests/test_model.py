@@ -550,6 +550,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}
     ("olmoe", "norm_topk_prob", True), ("olmoe", "clip_qkv", 8.0), ("olmoe", "rms_norm_eps", 1e-6),
     ("mixtral", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1), ("glm", "n_group", 4),
     ("granite", "attention_bias", True), ("granite", "head_dim", 16),
+    *((kind, "partial_rotary_factor", 0.5) for kind in ("moe", "mixtral", "olmoe", "granite", "dense")),
     ("moe", "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
 ])  # fmt: skip
 def test_variants_of_a_family_that_are_not_computed_are_refused(kind, field, value, tmp_path):
