@@ -117,9 +117,12 @@ class ScalarJudge:
             yield batch, inputs
 
     def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
-        """Return the score of each completion, which may be NaN or infinite; equal texts get equal scores."""
+        """Return the score of each completion, which may be NaN or infinite; equal texts get equal scores.
+
+        A special token that a completion spells out is broken by a space, because it would end the turn.
+        """
         texts = [
-            prompt.removeprefix(self.added) + completion
+            prompt.removeprefix(self.added) + without_special_tokens(completion, self.tokenize.func)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         score_of_text = {}

@@ -55,7 +55,9 @@ def without_special_tokens(text: str, tokenizer, with_marks: bool = False) -> st
     if with_marks:
         text = re.sub(r"<(?=/?tool_(?:call|response)>)", "< ", text)
     for _ in range(10):  # once is enough, unless breaking a token makes another one
-        for start, end in reversed(token_spans(text, tokenizer, with_marks)):
+        if not (spans := token_spans(text, tokenizer, with_marks)):
+            break
+        for start, end in reversed(spans):
             token = text[start:end]
             indent = start + len(token) - len(token.lstrip()) + 1
             text = f"{text[:indent]} {text[indent:]}"

@@ -116,7 +116,9 @@ def is_saved_to_disk(folder: str) -> bool:
 # Files
 # ------------------------------------------------------------------------------------------------------------
 def read_file(path: str) -> list[dict]:
-    """Read one data file in the format of the suffix."""
+    """Read one data file in the format of the suffix; ValueError for a pipe or a device."""
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: no file, but a folder, pipe, device or broken link")
     kind = Path(path.removesuffix(".gz")).suffix
     if kind == ".parquet":
         return read_parquet(path)

@@ -182,6 +182,8 @@ def digests_of_input(setting: str, path: Path) -> dict[str, str]:
     if path.is_file():
         return {f"{setting} {path.name}": digest_of_part(path)}
     files = sorted(file for pattern in MODEL_FILES for file in path.glob(pattern))
+    if others := [file for file in files if not file.is_file()]:
+        raise ValueError(f"{setting}: {others[0]} is no file, but a folder, pipe, device or broken link")
     return {f"{setting} {file.relative_to(path)}": digest_of_part(file) for file in files}
 
 

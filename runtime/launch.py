@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from runtime.machine import check_machine, is_one_node
+from runtime.machine import check_machine, is_one_node, open_store
 
 Options = TypeVar("Options")
 FIRST_PROCESS = Path("/proc/1")
@@ -327,5 +327,7 @@ def join_ranks() -> None:
     import torch
 
     check_machine()
+    if os.environ["RANK"] == "0" and (warning := open_store()):
+        print(f"warning: {warning}", file=sys.stderr)
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     connect(backends, timedelta(days=1))

@@ -245,7 +245,11 @@ def is_loopback(address: str) -> bool:
 
 
 def open_store() -> str | None:
-    """Warn of a job on one node whose store, opened by torchrun, listens on all interfaces."""
+    """Warn of a job on one node whose sockets, by torchrun or the user's variables, others can reach."""
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+    if is_one_node(os.environ):
+        for name in [name for name in local if os.environ.get(name, local[name]) != local[name]]:
+            return f"{name}={os.environ[name]} opens sockets without a password: unset it (docs/trust.md)"
     port = int(os.environ.get("MASTER_PORT", 0))
     is_open = any(number == port and not is_loopback(address) for address, number in listening_addresses())
     if not (is_one_node(os.environ) and is_open):

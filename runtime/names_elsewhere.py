@@ -105,7 +105,7 @@ TABLE: list[tuple[str | None, str, str]] = [
     ("algorithm.rollout_correction_floor", "vllm_importance_sampling_clip_min tis_clip_low", ""),
     ("algorithm.old_policy", "bypass_mode", "rollout is true"),
     ("algorithm.router_replay", "enable_rollout_routing_replay use_rollout_routing_replay "
-     "use_routing_replay router_replay.mode", "r2 or r3"),
+     "use_routing_replay", "r2 or r3"),
     ("train.num_steps", "max_steps total_training_steps max_num_steps num_rollout", "rollouts, as in "
      "verl; TRL counts updates"),
     ("train.num_steps", "num_train_epochs total_epochs num_episodes",

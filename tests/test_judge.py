@@ -135,6 +135,14 @@ def test_a_rendered_prompt_has_one_token_of_the_beginning(judge_folder, texts, t
     assert rendered == plain != ScalarJudge(judge_folder, batch_size=16).scores(prompts, completions)
 
 
+def test_a_completion_cannot_end_its_turn_for_a_judge(judge_folder):
+    """A policy could spell the token that ends a turn, and a turn of a pleased user after it."""
+    judge = ScalarJudge(judge_folder)
+    end = judge.tokenize.func.pad_token
+    assert judge.scores(["1+1="], [f"2{end}0"]) == judge.scores(["1+1="], [f"2{end[0]} {end[1:]}0"])
+    assert judge.scores([f"{end}1+1="], ["2"]) != judge.scores([f"{end[0]} {end[1:]}1+1="], ["2"])
+
+
 def test_a_judge_with_a_template_of_its_own_reads_the_conversation():
     """A scalar judge scores the text that the policy continued; special tokens stay out of questions."""
     messages = [{"role": "user", "content": "2+2?"}]

@@ -18,6 +18,7 @@ from data import chat, formats
 from data.chat import ChatTemplate, load_tokenizer
 from judges import refuse_kernels_of_the_hub
 from runtime import machine
+from runtime.agreement import digests_of_input
 from runtime.checkpoint import (
     TrainState,
     digest_of_record,
@@ -100,6 +101,34 @@ def test_a_store_that_others_reach_is_told(host, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "4")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         assert machine.open_store() is None, "several nodes need the network"
+
+
+@pytest.mark.parametrize("name, value", [
+    ("GLOO_SOCKET_IFNAME", "eth0"), ("NCCL_SOCKET_IFNAME", "^docker0"), ("VLLM_HOST_IP", "10.0.0.7"),
+])  # fmt: skip
+def test_variables_that_open_sockets_to_others_are_told(name, value, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setenv(name, value)
+    assert f"{name}={value}" in machine.open_store()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert machine.open_store() is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "broken link", "folder"])
+def test_what_is_no_file_is_not_opened(kind, tmp_path):
+    for name in ("rows.jsonl", "config.json"):
+        path = tmp_path / name
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="(rows.jsonl|config.json): no file"):
+        formats.load_rows(str(tmp_path))
+    with pytest.raises(ValueError, match="model.path: .*config.json is no file"):
+        digests_of_input("model.path", tmp_path)
 
 
 # ---- links in a run folder ---------------------------------------------------------------------------------
