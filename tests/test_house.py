@@ -369,10 +369,10 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, experiments": 10450,
     "lines of Python, extras": 1570,
     "lines of Python, kernels": 745,
-    "lines of Python, runtime": 5250,
+    "lines of Python, runtime": 5300,
     "lines of Python, tests": 32600,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 11450,
+    "lines of Python, the root": 11500,
     "lines of Python, verifiers": 3500,
 }
 
