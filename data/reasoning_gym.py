@@ -118,7 +118,7 @@ def row_of(task: str, level: int | None, config: dict, item: dict) -> dict:
     answer = {"task": task, "config": reasoning_gym.numbers_of(config), "answer": item["answer"]}
     return {
         "prompt": item["question"],
-        "answer": json.dumps(answer | {"metadata": item["metadata"]}),
+        "answer": json.dumps(answer | {"metadata": item["metadata"]}, default=str),  # fractions, dates
         "kind": "reasoning_gym",
         "difficulty": level,
         "task": task,
@@ -177,9 +177,20 @@ def describe(part: Part, num: int) -> list[str]:
     return lines
 
 
+def pairs_of(tasks: list[str], levels: list[int | None]) -> list[tuple[str, int | None]]:
+    """Return (task, level) of each part, for example ("lcm", 2) for lcm:2; ValueError for lcm:x."""
+    pairs: list[tuple[str, int | None]] = []
+    for name in tasks:
+        task, colon, level = name.partition(":")
+        if colon and not level.isdigit():
+            raise ValueError(f"--tasks {name}: the level after the colon is a number, for example lcm:2")
+        pairs += [(task, number) for number in ([int(level)] if colon else levels)]
+    return list(dict.fromkeys(pairs))
+
+
 def make_sets(tasks: list[str], levels: list[int | None], num_train: int, num_test: int, seed: int) -> tuple:
     """Return training rows, held-out rows and the lines to print; ValueError names a task or level."""
-    pairs = [(task, level) for task in dict.fromkeys(tasks) for level in dict.fromkeys(levels)]
+    pairs = pairs_of(tasks, levels)
     for task, level in pairs:
         config_of(task, level)  # all errors of names and levels before the first row
     if num_train < len(pairs) or num_test < len(pairs):
@@ -222,9 +233,15 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of reasoning-gym")
+    add(
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="tasks of reasoning-gym, with a level of its own as NAME:LEVEL",
+    )
     add("--difficulty", nargs="+", type=int, default=[None], metavar="LEVEL",
-        help="levels, each for every task; left out: the default of the package")  # fmt: skip
+        help="levels of the tasks without their own; left out: the default of the package")  # fmt: skip
     add("--rows", type=int, default=1000, help="training rows, over all tasks (default: %(default)s)")
     add("--test", type=int, help="held-out rows, over all tasks (default: a fifth of --rows)")
     add("--seed", type=int, default=0, help="seed of all draws (default: %(default)s)")
@@ -235,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.list or not args.tasks:
             print("\n".join(list_tasks()))
             return
-        num_parts = len(set(args.tasks)) * len(set(args.difficulty))
+        num_parts = len(pairs_of(args.tasks, args.difficulty))
         num_test = max(num_parts, args.rows // 5) if args.test is None else args.test
         train, test, lines = make_sets(args.tasks, args.difficulty, args.rows, num_test, args.seed)
     except (ImportError, ValueError) as error:

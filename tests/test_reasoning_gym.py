@@ -139,7 +139,7 @@ def test_the_command_writes_disjoint_sets(tmp_path, capsys):
     prompts = {}
     for seed in (1, 2):
         folder = tmp_path / str(seed)
-        options = f"--tasks gcd lcm chain_sum --difficulty 0 1 --rows 60 --test 30 --seed {seed}"
+        options = f"--tasks gcd:0 gcd:1 lcm chain_sum --difficulty 0 1 --rows 60 --test 30 --seed {seed}"
         command.main([*options.split(), "--output", str(folder)])
         train = load_prompts(folder / "train.jsonl")
         test = load_prompts(folder / "test.jsonl")
@@ -182,7 +182,7 @@ def test_constants_repeats_and_failures_are_reported(monkeypatch, capsys, tmp_pa
     [
         ("gdc", "gcd"), ("gcd --difficulty 99", "0 to 3"), ("acre --difficulty 0", "none"),
         ("knight_swap --difficulty 0", "min_nodes"), ("zebra_puzzles", "pycosat"), ("coin_flip", "accepts 0"),
-        ("gcd --rows 0", "--rows 0"), ("gcd lcm --difficulty 0 1 --rows 3", "4 tasks"),
+        ("gcd --rows 0", "--rows 0"), ("gcd:x", "lcm:2"), ("gcd lcm --difficulty 0 1 --rows 3", "4 tasks"),
     ],
 )  # fmt: skip
 def test_bad_options_are_one_sentence(options, words, capsys, tmp_path):
