@@ -191,7 +191,6 @@ NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML
     ("model.logprob_kernel", "triton"): "the value of auto on GPUs; a run that lacks it should fail at start",
     ("model.expert_kernel", "torch"): "the value of auto until a GPU has shown the kernels",
     ("model.expert_kernel", "triton"): "the kernels that no GPU has shown yet",
-    ("data.chat", "never"): "chat models whose prompts are meant to be plain text",
     ("reward.sandbox", "rlimits"): "machines that refuse namespaces",
     ("run.on_signal", "stop"): "machines that kill a job before a checkpoint could be written",
     **{
