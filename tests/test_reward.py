@@ -30,7 +30,7 @@ from reward import RewardPool, Verdict, impossible_references, verify
 from tests.patience import limit, wait_until
 
 OK, WRONG, NO_ANSWER = Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
-SLOW = [rf"\exp(\exp(\exp({number})))" for number in range(96, 100)]
+SLOW = [rf"\exp(\exp(\exp({number})))" for number in (96, 97)]
 HANGS = r"\boxed{\exp(\exp(\exp(99)))}"  # sympy computes this power in C for hours
 TOO_LARGE = [  # wrong without a look at their value, so that no completion escapes its advantage
     "9^{9^{9^9}}", "{9}^{{9}^{9}}", "(9^9)^{9^9}", "9**9**9**9", "2^{2^{2^{99}}}", "1.5^{999999}",
@@ -615,25 +615,25 @@ def hostile_items(count: int) -> list[tuple[str, str, str]]:
         kind = rng.choice(3 * ("exact", "characters", "numeric", "gsm8k") + ("math",))  # math is slow
         make = rng.choice(rare if index % (count // 25) == 0 else templates)
         items.append((kind, make(), answers.get(kind, "5")))
-    for index, content in enumerate(SLOW):
-        items[(2 * index + 1) * count // 8] = ("math", rf"\boxed{{{content}}}", "5")
+    for index, content in enumerate(SLOW):  # seconds each, because a late text is tried twice
+        items[(2 * index + 1) * count // 4] = ("math", rf"\boxed{{{content}}}", "5")
     return items
 
 
 @pytest.mark.slow
-def test_four_thousand_hostile_completions():
-    items = hostile_items(4_000)
+def test_a_thousand_hostile_completions():
+    items = hostile_items(1_000)
     with RewardPool(2, timeout_s=limit(1)) as pool:
         for key, item in enumerate(items):
             pool.submit(key, *item)
         verdicts = pool.collect()
-        assert list(verdicts) == list(range(4_000))
+        assert list(verdicts) == list(range(1_000))
         statuses = {verdict.status for verdict in verdicts.values()}
         assert statuses <= {"ok", "wrong", "no_answer", "timeout", "error"}
         for verdict in verdicts.values():
             assert (verdict.reward == 1) == (verdict.status == "ok") and 0 <= verdict.reward <= 1
         late = [key for key, verdict in verdicts.items() if verdict.status == "timeout"]
-        assert {500, 1500, 2500, 3500} <= set(late)
+        assert {250, 750} <= set(late)
         assert len(late) == pool.num_timeouts < 25, "only timeouts end a worker"
         # A late text is tried twice; a text that a busy machine delays is right at its second try.
         assert len(late) <= pool.num_restarts < 50
