@@ -123,7 +123,10 @@ def packed(tmp_path_factory) -> Path:
         texts = {"engine": ("0.30.0", BROKEN), "fallback": ("0.26.0", "")}
         if folder.name in texts:
             version, text = texts[folder.name]
-            files = {"vllm/__init__.py": f"__version__ = '{version}'", "vllm/_custom_ops.py": text}
+            files = {
+                "vllm/__init__.py": f"__version__ = '{version}'; LLM = None",
+                "vllm/_custom_ops.py": text,
+            }
             write_wheel(folder, "vllm", version, files)
         elif command == "download":
             write_wheel(folder, "packed_package", "1.0", {"packed_package.py": "number = 5\n" * 2000})

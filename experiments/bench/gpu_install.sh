@@ -59,7 +59,7 @@ done
 launches() {  # import vLLM's compiled code and, on a GPU, compare a kernel's result
     (source "$target/env.sh" && cd "$target" && "$python" - <<'EOF'
 import vllm
-from vllm import _custom_ops
+from vllm import LLM, _custom_ops
 import torch
 
 if torch.cuda.is_available():

