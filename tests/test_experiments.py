@@ -1,6 +1,7 @@
 """The benchmarks of experiments/bench/ and data/tiny.py, run by the commands of the READMEs."""
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -23,6 +24,7 @@ from helpers import make_config
 from transformers import Qwen3MoeConfig
 
 import moe_model
+from configure import load_config
 from data import tiny
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
@@ -302,6 +304,24 @@ def test_the_page_holds_the_expectations_of_the_code():
     visit = {"fp8": {"report": {"figures": ran}, "versions": versions}}
     (row,) = [line for line in bench_gpu.visit_lines(visit) if line.startswith("| `fp8`")]
     assert row.endswith("| other experts, R3: 0 | 2026-12-01 | H100 | vllm 0.30.0 |")
+
+
+@pytest.mark.parametrize("name", ["tiny", "moe", "moe_fp8", "real", "record"])
+@pytest.mark.parametrize("wheel", [False, True])
+def test_the_settings_of_a_run_are_valid_on_a_gpu_and_in_a_dry_run(name, wheel, tmp_path, monkeypatch):
+    """The run itself is left out, so that the piece misses its figures at the end."""
+    launched = []
+    monkeypatch.setattr(gpu_runs, "train", lambda report, *run: launched.append(run) or [])
+    monkeypatch.setattr(gpu_runs, "model_of_size", lambda *size: "experiments/starts/tiny/model")
+    monkeypatch.setattr(gpu_runs, "smollm2", lambda report: ("dense", "data/built/smollm2/moe"))
+    if wheel:
+        monkeypatch.setenv(gpu_runs.WHEEL, "x.whl")
+    for dry in (False, True):
+        with contextlib.suppress(KeyError, ValueError):
+            gpu_runs.PIECES[name].run(gpu_kernels.Report(tmp_path, name, dry))
+    assert len(launched) in (2, 4), "record has three seeds on a GPU"
+    for config, settings, _ in launched:
+        load_config(["--config", config, "model.ep_size=1", "checkpoint.every=0", *settings])
 
 
 def test_figures_of_a_run_come_from_the_steps_so_far(tmp_path):

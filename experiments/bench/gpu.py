@@ -319,6 +319,10 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run_piece() then ends its piece
     with tempfile.TemporaryDirectory() as models:
         os.environ["EXPERIMENTS_GPU_MODELS"] = models
+        if args.wheel and not args.dry_run:  # while other pieces use the GPU
+            command = [sys.executable, "-m", "experiments.bench.gpu_runs"]
+            with (args.out / "model.log").open("w") as file:
+                subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, preexec_fn=die_with_parent)
         num_failed = run_all(args, {name: pieces[name] for name in args.pieces or pieces})
     print(f"\n{num_failed} criteria failed; {args.out / f'report_{args.mode}.md'}")
     return 1 if num_failed else 0
