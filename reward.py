@@ -437,17 +437,17 @@ class IdleCheck(Scoring):
 
 
 class ReferenceCheck(Scoring):
-    """The task to score a reference answer as a completion; the detail of a right one is its comparison."""
+    """The task to score a reference answer as a completion; the detail of a valid one is its comparison."""
 
     async def run(self, worker: Worker) -> Verdict:
         """Score the reference answer."""
         verdict = await super().run(worker)
-        is_right = verdict.status == "ok" and self.kind in TRIED
-        return (
-            replace(verdict, detail="\n".join(_comparison_of(self.kind, self.answer)))
-            if is_right
-            else verdict
-        )
+        if verdict.status == "ok" and self.kind in TRIED:
+            return replace(verdict, detail="\n".join(_comparison_of(self.kind, self.answer)))
+        if self.kind == "instructions" and not verdict.failed:
+            shares = {text: _instructions(text, self.answer, self.fields).reward for text in TRIVIAL_TEXTS}
+            return replace(verdict, detail=f"{COMPARISONS[self.kind]}\n{json.dumps(shares)}")
+        return verdict
 
 
 def _comparison_of(kind: str, answer: str) -> tuple[str, str]:
@@ -559,8 +559,9 @@ def decoder_json(tokenizer) -> str:
 # 3 Checks before a run: every reference answer can be right, every custom function works
 # ------------------------------------------------------------------------------------------------------------
 Row = tuple[str, str, dict]  # kind, reference answer, fields
-MAX_TRIED = 500  # code rows whose doubtful tests run at the start: about 20 seconds of one core
+MAX_TRIED = 250  # code rows whose doubtful tests run at the start: about 20 seconds of one core
 COMPARISONS = {"code": "tests", "instructions": "constraints", ENVIRONMENT: "rewards of the environment"}
+TRIVIAL_TEXTS = ("yes", "YES", "My answer is yes.")  # whose share of the constraints the start reports
 ANSWER_FORMS = (r"\boxed{{{}}}", "<answer>{}</answer>", "#### {}")
 
 
@@ -581,8 +582,9 @@ def impossible_references(
     result, so that no prompt is lost, and warn() gets one line with the reason.
 
     comparisons: receives {index: (how the reference is compared, value)} of the other rows; value "": none.
+    The value of tests and constraints is JSON: {constant completion: share of them that it meets}.
     """
-    reasons = _idle_tests(pool, rows)
+    reasons = _idle_tests(pool, rows, warn)
     indices_of: dict[
         tuple, list[int]
     ] = {}  # {(kind, answer, fields if the kind reads fields): indices of rows}
@@ -616,22 +618,34 @@ def impossible_references(
             reason = verdict.detail or f"{term} does not accept the reference answer as a completion"
             reasons |= dict.fromkeys(indices_of[key], f"{answer[:80]!r}: {verdict.status}: {reason}")
     pool.latencies = []  # only latencies of training are reported
-    for index, (kind, answer, _) in enumerate(rows if comparisons is not None else ()):
-        terms = _weighted_terms(kind)
-        term = next((term for term in terms if term in TRIED), terms[0])
-        detail = verdicts[term, answer, ""].detail if term in TRIED else ""
-        how, _, value = detail.partition("\n")
-        if index not in reasons and (term not in TRIED or value):
-            comparisons[index] = (how or COMPARISONS.get(term, "the score of a function"), value)
+    if comparisons is not None:
+        details = {(i, key[0]): verdicts[key].detail for key, of_key in indices_of.items() for i in of_key}
+        hows = {i: _how(i, row, details) for i, row in enumerate(rows) if i not in reasons}
+        comparisons |= {i: how for i, how in hows.items() if how}
     return dict(sorted(reasons.items()))
+
+
+def _how(index: int, row: Row, details: dict[tuple[int, str], str]) -> tuple[str, str] | None:
+    """Return how the reference of a row is compared, and its value; None if a rule has no value."""
+    kind, answer, _ = row
+    terms = _weighted_terms(kind)
+    term = next((term for term in terms if term in TRIED), terms[0])
+    if term == "code":
+        from verifiers.code import constant_shares
+
+        return COMPARISONS[term], json.dumps(constant_shares(answer))
+    if (index, term) not in details:
+        return COMPARISONS.get(term, "the score of a function"), ""
+    how, _, value = details[index, term].partition("\n")
+    return (how, value) if value else None
 
 
 def _weighted_terms(kind: str) -> list[str]:
     return [term for weight, term in parts_of(kind) if weight > 0]
 
 
-def _idle_tests(pool: RewardPool, rows: Sequence[Row]) -> dict[int, str]:
-    """Return {index: reason} of code rows with a test that tests nothing; about MAX_TRIED rows are tried."""
+def _idle_tests(pool: RewardPool, rows: Sequence[Row], warn: Callable[[str], object]) -> dict[int, str]:
+    """Return {index: reason} of code rows with a test that tests nothing; warn() counts rows left untried."""
     indices_of: dict[str, list[int]] = {}
     for index, (kind, answer, _) in enumerate(rows):
         if "code" in _weighted_terms(kind):
@@ -642,7 +656,13 @@ def _idle_tests(pool: RewardPool, rows: Sequence[Row]) -> dict[int, str]:
                     indices_of.setdefault(answer, []).append(index)
     if not indices_of:
         return {}
-    for answer in list(indices_of)[:: 1 + len(indices_of) // MAX_TRIED]:
+    tried = list(indices_of)[:: -(-len(indices_of) // MAX_TRIED)]
+    if num_left := len(indices_of) - len(tried):
+        warn(
+            f"the tests of {num_left:,} of {len(indices_of):,} code answers may test nothing, "
+            "and were not tried: the start tries an even sample"
+        )
+    for answer in tried:
         pool.submit(answer, "code", "", answer, task=IdleCheck)
     return {
         index: f"{answer[:80]!r}: {verdict.detail}"

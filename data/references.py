@@ -9,9 +9,11 @@ A reference that no completion can equal gives reward 0 for ever, and one that a
 to a policy that repeats it. The start prints what it compares, so that a user sees both.
 """
 
+import ast
+import contextlib
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from verifiers.math import last_boxes
@@ -21,8 +23,10 @@ MAX_CONSTANT_FRAC = 0.2  # of the rows, that one constant completion may solve w
 MAX_WORDS = 15  # of a reference that is compared as a value; the longest of MATH-500 has 3 [ours]
 # Words in place of an answer: NuminaMath writes "proof" and "notfound".
 _PLACEHOLDERS = re.compile(
-    r"(?i)\W*(?:(?:see )?(?:the )?proof|proved|not ?found|n/?a|nan|null|unknown|todo|no answer"
-    r"|see (?:the )?(?:solution|above)(?: above)?)\W*"
+    r"(?i)\W*(?:(?:see )?(?:the )?proof(?: is)?(?: given| omitted)?(?: above| below)?|proved|prove(?: it)?"
+    r"|not ?found|n/?a|nan|null|unknown|todo|(?:no )?(?:final )?answer|solution|q\.?e\.?d|\u8bc1\u660e"
+    r"|omitted|not applicable|(?:answers? (?:will |may )?)?var(?:y|ies)"
+    r"|see (?:the )?(?:solution|explanation|above|below)(?: above)?)\W*"
 )
 _TAGS = re.compile(r"(?is)\s*<(answer|solution|final_answer)>(.*)</\1>\s*")
 _SENTENCE = re.compile(
@@ -51,14 +55,14 @@ def plain_reference(text: str) -> str:
 
 
 def json_list(text: str) -> list:
-    """Return the items of a JSON list of texts, such as ["5", "6"]; [] for other texts, such as [5, 6]."""
-    if not re.match(r'\s*\[\s*"', text):
+    """Return the texts of a list such as ["5", "6"], or of {"answer": "5"}; [] for others such as [5, 6]."""
+    if not re.match(r"\s*(?:\[|\{\s*[\"'](?:final_?)?answer[\"']\s*:)\s*[\"']", text):
         return []
-    try:
-        items = json.loads(text)
-    except ValueError:
-        return []
-    return items if isinstance(items, list) else []
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            items = read(text)
+            return items if isinstance(items, list) else list(items.values())
+    return []
 
 
 def refusal(text: str, kinds: Iterable[str]) -> str | None:
@@ -90,32 +94,37 @@ def refusal(text: str, kinds: Iterable[str]) -> str | None:
 # ------------------------------------------------------------------------------------------------------------
 # What the start says about a set
 # ------------------------------------------------------------------------------------------------------------
-References = Counter[tuple[str, str]]  # {(comparison, value): rows}; value "": has none, for example tests
+References = Counter[tuple[str, str]]  # {(comparison, value): rows}; value "": has none
+FRACTIONAL = ("tests", "constraints")  # comparisons whose value is JSON: {constant completion: its reward}
 
 
 def describe(references: References) -> dict:
     """Return the report of a set: rows by comparison, examples, frequent values, the best constant answer."""
     total = sum(references.values())
     compared: Counter = Counter()
-    values: Counter = Counter()
+    values: dict[str, float] = defaultdict(float)
     examples: dict[str, list[str]] = {}
     for (comparison, value), count in sorted(references.items(), key=lambda item: (-item[1], item[0])):
         compared[comparison] += count
-        values[value] += count if value else 0
-        if value and len(examples.setdefault(comparison, [])) < 3:
+        is_fraction = comparison in FRACTIONAL
+        for constant, share in (json.loads(value or "{}") if is_fraction else {value: 1}).items():
+            values[constant] += count * share
+        if value and not is_fraction and len(examples.setdefault(comparison, [])) < 3:
             examples[comparison].append(shown(value))
-    most_frequent = [(shown(value), count) for value, count in values.most_common(3) if value]
+    values.pop("", None)
+    most_frequent = [
+        (shown(value), values[value]) for value in sorted(values, key=values.get, reverse=True)[:3]
+    ]
     constant, count = most_frequent[0] if most_frequent else (None, 0)
     frac = count / total if most_frequent else None  # null: no value is known, for example of tests
+    verb = "earns the reward of" if set(compared) & set(FRACTIONAL) else "is right in"
     is_trivial = frac is not None and frac > MAX_CONSTANT_FRAC
     return {
         "compared_as": dict(compared.most_common()),
         "examples": examples,
         "most_frequent": most_frequent,
         "constant_frac": frac,
-        "warning": f"the constant answer {constant} is right in {frac:.1%} of the rows"
-        if is_trivial
-        else None,
+        "warning": f"the constant answer {constant} {verb} {frac:.1%} of the rows" if is_trivial else None,
     }
 
 

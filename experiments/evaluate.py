@@ -167,7 +167,9 @@ def prompt_figures(rows: list[dict]) -> dict[str, float]:
         figures[f"pass_at_{k}"] = pass_at_k(len(sampled), num_right, k)
     figures["completion_tokens"] = sum(row["num_tokens"] for row in rows) / len(rows)
     figures["cut_at_limit_frac"] = sum(row["finish_reason"] == "length" for row in rows) / len(rows)
-    figures["failed_frac"] = sum(row["status"] in FAILED for row in rows) / len(rows)
+    failed = [row["by_text"] for row in rows if row["status"] in FAILED]
+    figures["failed_frac"] = failed.count(False) / len(rows)
+    figures["failed_by_text_frac"] = failed.count(True) / len(rows)
     return figures
 
 
@@ -255,6 +257,7 @@ LABELS = {
     "completion_tokens": "tokens",
     "cut_at_limit_frac": "cut at limit",
     "failed_frac": "failed",
+    "failed_by_text_frac": "failed by text",
 }
 
 
@@ -928,7 +931,7 @@ def write_results(args: argparse.Namespace, result: dict, rows: list[dict]) -> N
     """Add the figures of the rows to the result and write JSON and JSONL; do nothing for an empty list."""
     if rows:
         result |= {"figures": all_figures(rows, args.seed), "mismatch": mismatch_figures(rows)}
-        failed = [row for row in rows if row["status"] in FAILED]
+        failed = sorted((row for row in rows if row["status"] in FAILED), key=lambda row: row["by_text"])
         result["first_failure"] = f"{failed[0]['status']}: {failed[0]['detail']}" if failed else None
         write_aside(args.json, json.dumps(finite(result), indent=1) + "\n")
         write_aside(args.completions, as_jsonl(rows))

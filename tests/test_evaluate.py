@@ -71,7 +71,7 @@ def row(prompt_index=0, sample=0, right=False, **changes) -> dict:
         "prompt_index": prompt_index, "source": "set", "kind": "exact", "difficulty": None,
         "prompt": f"prompt {prompt_index}", "answer": "1", "sample": sample, "temperature": float(sample > 0),
         "completion": "1", "reward": float(right), "status": "ok" if right else "wrong", "detail": "",
-        "parts": {}, "num_tokens": 2, "finish_reason": "stop", "token_ids": [1, 2],
+        "by_text": False, "parts": {}, "num_tokens": 2, "finish_reason": "stop", "token_ids": [1, 2],
         "rollout_logprobs": [-0.5, -0.25],
     } | changes  # fmt: skip
 
@@ -92,10 +92,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n):
 def test_k_and_the_figures_of_a_prompt():
     assert [values_of_k(n) for n in (0, 1, 6, 8)] == [[], [1], [1, 2, 4, 6], [1, 2, 4, 8]]
     rows = [row(right=True, num_tokens=5), row(sample=1, reward=0.5, num_tokens=3, finish_reason="length"),
-            row(sample=2, right=True), row(sample=3, status="timeout"), row(sample=4)]  # fmt: skip
+            row(sample=2, right=True), row(sample=3, status="timeout"),
+            row(sample=4, status="error", by_text=True)]  # fmt: skip
     assert prompt_figures(rows) == pytest.approx({
         "accuracy": 1.0, "avg_at_4": 1.5 / 4, "pass_at_1": 0.25, "pass_at_2": 0.5, "pass_at_4": 1.0,
         "completion_tokens": 14 / 5, "cut_at_limit_frac": 0.2, "failed_frac": 0.2,
+        "failed_by_text_frac": 0.2,
     })  # fmt: skip
 
 

@@ -1,15 +1,16 @@
 """data/references.py and the start of a run: references that no completion can equal, and trivial sets."""
 
 import json
+from collections import Counter
 
 import pytest
 from helpers import FakeRanks, make_config
 
 import lifecycle
 from data.prompts import Prompt, load_prompts
-from data.references import MAX_CONSTANT_FRAC
+from data.references import MAX_CONSTANT_FRAC, describe
 from data.stream import LoadedSets
-from reward import RewardPool
+from reward import RewardPool, impossible_references
 
 
 def written(path, rows: list[dict]):
@@ -21,6 +22,7 @@ FRAMED = {
     "5": "5", "<answer> 5 </answer>": "5", "<ANSWER>\n5\n</ANSWER>": "5", "The answer is 5.": "5",
     "Answer: 4.5": "4.5", r"So the final answer is \boxed{7}.": "7",
     "the correct answer is: (1, 2)": "(1, 2)",
+    "['5']": "5", '{"answer": "5"}': "5",
     '["5"]': "5", "She has 3. Then she buys 2 more.\n#### 5": "5", r"\boxed{1} and \boxed{2}": "1, 2",
     r"We get \boxed{\frac{1}{2}}.": r"\frac{1}{2}", "[5, 6]": "[5, 6]", r"p \to q": r"p \to q",
     r"\text{no solution}": r"\text{no solution}", "2 hours 30 minutes": "2 hours 30 minutes", "None": "None",
@@ -40,7 +42,8 @@ def test_a_reference_loses_the_frame_that_a_dataset_puts_around_it(kind, tmp_pat
 SOLUTION = "Natalia sold 48 clips in April. Then she sold half as many in May, so 24, and 72 altogether."
 NO_ANSWERS = {  # {answer: word of the reason}
     "proof": "place of an answer", "Proof.": "place", r"\text{Proof}": "place", "notfound": "place",
-    "N/A": "place", "nan": "place", "see solution": "place", '["5", "6"]': "list of 2",
+    "N/A": "place", "nan": "place", "see solution": "place", "Q.E.D.": "place", "Prove it": "place",
+    "Answers will vary": "place", "['5', '6']": "list of 2", '["5", "6"]': "list of 2",
     SOLUTION: "columns.answer", "3 + 4 = <<3+4=7>>7": "columns.answer",
     f"<answer>{SOLUTION}</answer>": "columns",
     '{"inputs": ["1\\n"], "outputs": ["2\\n"]}': "kind code",
@@ -95,6 +98,31 @@ def described(folder, monkeypatch, checkpoint=None, **sets: list[tuple[str, str]
     with RewardPool(1) as pool:
         lifecycle.drop_impossible(loaded, pool, make_config(f"run.dir={folder}"), checkpoint)
     return loaded.notes
+
+
+OUTPUTS = {"inputs": ["1", "2", "3"], "outputs": ["YES", "NO", "YES"]}
+COMMAS = [{"id": "punctuation:no_comma"}, {"id": "change_case:english_capital"}]
+
+
+@pytest.mark.parametrize(
+    "kind, reference, constant, share",
+    [("code", OUTPUTS, "YES", 2 / 3),
+     ("code", ["assert f(1) == 7", "assert f(2) == 7", "assert f(3) == 8"], "7", 2 / 3),
+     ("code", {"inputs": [[1], [2]], "outputs": [True, False], "fn_name": "f"}, "True", 0.5),
+     ("instructions", COMMAS[:1], "yes", 1.0), ("instructions", COMMAS, "YES", 1.0),
+     ("code", {"inputs": ["1", "2"], "outputs": ["5", "6"]}, "5", 0.5),
+     ("code", ["assert f(1) == [1]"], None, None)],
+)  # fmt: skip
+def test_a_constant_that_earns_a_part_of_a_fraction_is_reported(kind, reference, constant, share):
+    comparisons = {}
+    rows = [(kind, json.dumps(reference), {})]
+    with RewardPool(
+        1, code_limits={"isolation": "rlimits", "timeout_s": 3.0, "memory_bytes": 1 << 30}
+    ) as pool:
+        assert impossible_references(pool, rows, comparisons=comparisons) == {}
+    report = describe(Counter(comparisons.values()))
+    assert report["constant_frac"] == (pytest.approx(share) if share else None)
+    assert (f"{constant} earns" in report["warning"]) if share else report["warning"] is None
 
 
 def test_the_start_says_how_references_are_compared_and_which_are_frequent(tmp_path, monkeypatch):

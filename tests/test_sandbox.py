@@ -571,6 +571,7 @@ def test_unreadable_tests_are_an_error(answer, word):
 
 # ---- tests that test nothing, texts that take long --------------------------------------------------
 RLIMITS = {"isolation": "rlimits", "timeout_s": 3.0, "memory_bytes": 1 << 30}
+ROW = -1  # a trivial result passes all tests of the row
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3\n"
 
 
@@ -579,14 +580,24 @@ CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candida
     [
         ([CHECK], 1), ({"asserts": [CHECK], "entry_point": "f"}, 0), ([CHECK + "check(f)"], 0),
         (["def test_f():\n    assert f(1) == 2"], 1), (["assert f(1) == 2", "print(f(1))"], 2),
-        (["assert (f(1) == 2, 'm')"], 1), (["assert True"], 1), (["assert len([1]) == 1"], 1), (["f(1)"], 1),
-        (["try:\n    assert f(1) == 2\nexcept Exception:\n    pass"], 1), (["assert f(1) == 2 or True"], 1),
+        (["assert (f(1) == 2, 'm')"], ROW), (["assert True"], 1),
+        (["assert len([1]) == 1"], 1), (["f(1)"], ROW),
+        (["try:\n    assert f(1) == 2\nexcept Exception:\n    pass"], 1), (["assert f(1) == 2 or True"], ROW),
         (["import math\nassert math.isclose(f(1), 2)",
           "assert f(1) != 2", "assert not f(0)", "assert f(3)"], 0),
         (["assert f(1) == g(1) and f(1) > 0", "assert f(1) is None", "assert set(f(1)) == {1}"], 0),
         ({"asserts": ["assert np.sum(f(1)) == 2"], "setup": "import math as np\nnp.sum = sum"}, 0),
         ({"inputs": ["1", "2"], "outputs": ["", "3"]}, 1), ({"inputs": ["1"], "outputs": [["3"]]}, 0),
-        ({"inputs": ["[1]"], "outputs": ["null"], "fn_name": "f"}, 0), ({"inputs": []}, 0),
+        ({"inputs": ["[1]"], "outputs": ["null"], "fn_name": "f"}, ROW), ({"inputs": []}, 0),
+        ({"inputs": ["1", "2"], "outputs": ["null", "3"], "fn_name": "f"}, 0), (["assert f(1) is None"], ROW),
+        (["import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        assert f(1)"], 1),
+        (["for x in f(3):\n    assert x == 1"], ROW), (["assert all(x > 0 for x in f(3))"], ROW),
+        (["assert f(1) is not None"], ROW), (["assert f(1) == f(1)"], ROW),
+        (["for x in []:\n    assert f(x)"], 1),
+        ({"asserts": ["assert g(1) == 2"], "setup": "def g(x): return x + 1"}, 1), (["assert not f(1)"], ROW),
+        (["import contextlib\nwith contextlib.suppress(Exception):\n    assert f(1) == 2"], 1),
+        (["class TestF:\n    def test(self):\n        assert f(1) == 2"], 1),
+        (["s = S()\nassert s.pop() == 1"], 0),
     ],
 )  # fmt: skip
 def test_a_test_that_a_program_without_work_passes_is_refused(answer, number):
@@ -595,8 +606,18 @@ def test_a_test_that_a_program_without_work_passes_is_refused(answer, number):
     with RewardPool(1, code_limits=RLIMITS, timeout_s=limit(10)) as pool:
         reasons = impossible_references(pool, rows)
     if number:
-        assert f"test {number} tests nothing" in reasons.pop(0)
+        reason = reasons.pop(0)
+        assert ("tests test nothing" if number == ROW else f"test {number} tests nothing") in reason
     assert all("inputs" in reason for reason in reasons.values())
+
+
+def test_a_start_says_how_many_doubtful_rows_are_not_tried(monkeypatch):
+    monkeypatch.setattr("reward.MAX_TRIED", 2)
+    rows = [("code", json.dumps([CHECK + f"check(f{i})"]), {}) for i in range(5)]
+    warnings = []
+    with RewardPool(1, code_limits=RLIMITS, timeout_s=limit(10)) as pool:
+        assert impossible_references(pool, rows, warnings.append) == {}
+    assert len(warnings) == 1 and "3 of 5" in warnings[0]
 
 
 def test_check_of_humaneval_is_called_with_the_entry_point():

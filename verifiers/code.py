@@ -317,22 +317,51 @@ def doubtful_tests(answer: str) -> list[int]:
     """Return the numbers of the tests, from 1, that a program without any work may pass."""
     spec = _spec_of(answer)
     if "asserts" in spec:
-        return [number for number, text in enumerate(_texts(spec), start=1) if not _is_plain(text)]
+        known = _defined(read_tests(answer, "")[0])
+        return [number for number, text in enumerate(_texts(spec), start=1) if not _is_plain(text, known)]
     outputs = ["\n".join(map(str, out)) if isinstance(out, list) else out for out in spec["outputs"]]
-    is_script = spec.get("fn_name") is None
-    return [number for number, text in enumerate(outputs, start=1) if is_script and not text.strip()]
+    if spec.get("fn_name") is not None:
+        return [
+            number for number, out in enumerate(spec["outputs"], start=1) if out in (None, [None], "null")
+        ]
+    return [number for number, text in enumerate(outputs, start=1) if not text.strip()]
 
 
-def _is_plain(text: str) -> bool:
+def constant_shares(answer: str) -> dict[str, float]:
+    """Return {value: share of the tests that a program passes if it always prints or returns the value}."""
+    spec = _spec_of(answer)
+    if "asserts" not in spec:
+        outputs = ["\n".join(map(str, out)) if isinstance(out, list) else str(out) for out in spec["outputs"]]
+        results = [output.strip() for output in outputs]
+    else:
+        results = []
+        for text in _texts(spec):
+            match ast.parse(text).body:
+                case [
+                    *_,
+                    ast.Assert(test=ast.Compare(_, [ast.Eq() | ast.Is()], [ast.Constant() as constant])),
+                ]:
+                    results.append(repr(constant.value))
+                case _:
+                    results.append("")
+    return {result: results.count(result) / len(results) for result in results if result}
+
+
+def _defined(source: str) -> set[str]:
+    """Return the names of the functions, classes and modules that a source defines or imports."""
+    kinds = (ast.alias, ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)}
+
+
+def _is_plain(text: str, known: set[str]) -> bool:
     """Tell whether a test is a single assert about the result of a call, and so fails without a program."""
     match ast.parse(text).body:
         case [ast.Assert(test=ast.Compare(left, [ast.Eq() | ast.Is()], [right]))]:
             for call, constant in ((left, right), (right, left)):
                 with contextlib.suppress(ValueError):
-                    _constant(constant)
-                    return _calls_program(call)
-        case [ast.Assert(test=ast.UnaryOp(ast.Not(), call) | call)]:
-            return isinstance(call, ast.Call) and not _is_builtin(call.func) and _calls_program(call)
+                    return _constant(constant) is not None and _calls_program(call, known)
+        case [ast.Assert(test=ast.Call() as call)]:
+            return not _is_builtin(call.func) and _calls_program(call, known)
     return False
 
 
@@ -340,41 +369,47 @@ def _is_builtin(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and hasattr(builtins, node.id)
 
 
-def _calls_program(node: ast.expr) -> bool:
+def _calls_program(node: ast.expr, known: set[str]) -> bool:
     """Tell whether an expression calls a function of the program, perhaps inside of calls like set(...)."""
     if not isinstance(node, ast.Call):
         return False
-    is_own = isinstance(node.func, ast.Name) and not _is_builtin(node.func)
-    return is_own or any(map(_calls_program, node.args))
+    is_own = isinstance(node.func, ast.Name) and not _is_builtin(node.func) and node.func.id not in known
+    return is_own or any(_calls_program(argument, known) for argument in node.args)
+
+
+IDLE_RESULTS = ("None", "object()", "[]")  # a program whose functions return one of these has done no work
 
 
 def idle_test(answer: str, *, isolation: Isolation, timeout_s: float, memory_bytes: int) -> str:
     """Return which test of a row tests nothing, or "".
 
-    Doubtful tests run on programs without any work: the empty program, and functions that return None, a new
-    object, or a constant of the test. A test tests nothing if the empty program passes, or all others do.
+    Doubtful tests run on programs without any work: the empty program, functions that return one of
+    IDLE_RESULTS, and functions that return a constant of the test. A test tests nothing if the empty program
+    passes, or all others do. A row tests nothing if one of IDLE_RESULTS passes all tests.
     """
     spec = _spec_of(answer)
     setup, tests = read_tests(answer, "")
     numbers = doubtful_tests(answer)
     texts = _texts(spec) if "asserts" in spec else [""] * len(tests)
     nodes = list(ast.walk(ast.parse("\n".join([texts[number - 1] for number in numbers]))))
-    kinds = (ast.alias, ast.FunctionDef)
-    known = {node.name for node in ast.walk(ast.parse(setup)) if isinstance(node, kinds)}
-    names = {node.id for node in nodes if isinstance(node, ast.Name)} - known - set(dir(builtins))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} - _defined(setup) - set(dir(builtins))
+    names |= {spec["fn_name"]} if "asserts" not in spec and spec.get("fn_name") else set()
     constants = dict.fromkeys(repr(node.value) for node in nodes if isinstance(node, ast.Constant))
-    for value in ("", "None", "object()", *list(constants)[:4]):
+    limits = Limits(timeout_s, memory_bytes)
+    untested = numbers
+    for value in ("", *IDLE_RESULTS, *list(constants)[:4]):
         program = "".join(f"def {name}(*a, **k): return {value}\n" for name in sorted(names) if value)
         doubtful = [tests[number - 1] for number in numbers]
-        limits = Limits(timeout_s, memory_bytes)
         failed = _run_tests(_join(setup, program), doubtful, limits, isolation)
         passed = [number for place, number in enumerate(numbers, start=1) if place not in failed]
         if passed and not value:
             return f"test {passed[0]} tests nothing: the empty program passes it"
-        numbers = passed or (numbers if not value else [])
-        if not numbers:
+        if value in IDLE_RESULTS and len(passed) == len(tests):
+            return f"the tests test nothing: functions that return {value} pass all of them"
+        untested = [number for number in untested if number in passed or not value]
+        if not untested and (len(numbers) < len(tests) or value == IDLE_RESULTS[-1]):
             return ""
-    return f"test {numbers[0]} tests nothing: functions without any work pass it"
+    return f"test {untested[0]} tests nothing: functions without any work pass it"
 
 
 # ------------------------------------------------------------------------------------------------------------
