@@ -81,6 +81,7 @@ check-first check-second: $(STAMP)
 	    -m "not slow and not gpu" --durations=5
 
 # Two processes at once: one starts ranks and spends much of its time on one core, the other runs all else meanwhile.
+# `time make test` leaves ranks out: they are children of a fork server (tests/preloaded.py) that nobody waits for.
 test: $(STAMP)
 	$(TWO_AT_ONCE) test-others test-ranks
 

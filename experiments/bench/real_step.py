@@ -24,6 +24,7 @@ divided by twice the rate of one thread in the dtype of our policies. product_fl
 and of the head for the tokens that the update computes, with a shared prompt counted once. It leaves out the
 products of attention (about 2 % at these lengths) and any second computation of an activation. The rate is
 measured in every round, in one process alone; the record also has the rate of two processes at a time.
+results.update_over_bound of the record is {trainer: update / bound, the median over rounds}.
 """
 
 import argparse
