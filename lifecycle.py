@@ -53,6 +53,7 @@ from memory_plan import (
     engine_settings,
     max_model_len,
     plan_memory,
+    trained_counts,
     trainer_memory,
     with_setting,
     with_sleep_level,
@@ -374,7 +375,7 @@ def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMem
     for stage_config in (largest, *configs):
         check_model(stage_config, hf_config)
     memory_line = check_memory(largest, hf_config, dist.get_world_size(), node)
-    num_bytes = checkpoint_bytes(hf_config, largest.model.dtype)
+    num_bytes = checkpoint_bytes(trained_counts(largest, hf_config), largest.model.dtype)
     check_free_disk(Path(largest.run.dir), num_bytes, max_checkpoints(largest))
     return memory_line
 
@@ -385,13 +386,13 @@ def max_checkpoints(config: Config) -> int:
     return min(config.checkpoint.keep + 1, math.ceil(config.train.num_steps / every))
 
 
-def checkpoint_bytes(hf_config, dtype: str) -> int:
-    """Return the size of a checkpoint: the policy's weights, float32 weights, and AdamW's two averages.
+def checkpoint_bytes(trained: moe_model.ParameterCounts, dtype: str) -> int:
+    """Return the size of a checkpoint: the trained weights, in float32 as well, and AdamW's two averages.
 
     dtype: of the policy. The remaining files, for example the tokenizer's, are small.
     """
     itemsize = getattr(torch, dtype).itemsize
-    return sum(moe_model.parameter_counts(hf_config)) * (itemsize + 4 + 8)
+    return sum(trained) * (itemsize + 4 + 8)
 
 
 def check_model(config: Config, hf_config) -> None:

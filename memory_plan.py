@@ -148,12 +148,18 @@ def activation_bytes(
 
 
 def passing_bytes(
-    config: PretrainedConfig, settings: ModelSettings, tokens: int, device: str, num_shared: int = 0
+    config: PretrainedConfig,
+    settings: ModelSettings,
+    tokens: int,
+    device: str,
+    num_shared: int = 0,
+    frozen: bool = False,
 ) -> dict[str, int]:
     """Return the bytes that a micro-batch takes on top of everything that is allocated between updates.
 
     tokens: places of attention's grid. num_shared: grid places whose token belongs to a shared prompt and is
-    computed elsewhere (see moe_model.share()). device: cpu or cuda.
+    computed elsewhere (see moe_model.share()). device: cpu or cuda. frozen: weights have no gradients; the
+    gradient of the activations passes through them all the same.
 
     `activations` are kept from the forward to the backward pass. `recomputed layer`, with
     model.activation_checkpointing, is the layer that the backward pass computes again. `on the way back` is
@@ -167,6 +173,7 @@ def passing_bytes(
     activations, recomputed = activation_bytes(config, settings, tokens, device == "cuda", num_shared)
     tokens = tokens - num_shared
     gradient = itemsize if itemsize == 4 else itemsize + 4  # bytes of a value, with its copy in float32
+    gradient = 0 if frozen else gradient
     blocks = 2 * 4 * min(BLOCK_ELEMENTS[device], tokens * config.vocab_size)
     head = blocks + tokens * hidden * (4 + itemsize) + config.vocab_size * hidden * gradient
     if num_experts_of(config):
@@ -230,14 +237,14 @@ def pinned_bytes(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length()
 
 
-def offloaded_bytes(config: PretrainedConfig, settings: ModelSettings, num_ranks: int) -> int:
+def offloaded_bytes(counts: ParameterCounts, settings: ModelSettings, num_ranks: int) -> int:
     """Return the bytes of host memory that train.offload_optimizer takes for a rank.
 
     For each parameter of the rank's share the host holds the float32 weight, the gradient, AdamW's two moving
     averages, and the updated weight in the policy's dtype. A float32 policy also sums its gradients on the
     host. Everything but the averages is pinned, in one tensor for experts and one for all other parameters.
+    counts: of the trained parameters.
     """
-    counts = parameter_counts(config)
     itemsize = itemsize_of(settings)
     pinned_sizes = (4, 4, itemsize) if itemsize == 2 else (4, 4, itemsize, 4)
     shares = (counts.experts // num_ranks, (counts.embeddings + counts.others) // num_ranks)
@@ -281,11 +288,11 @@ def memory_by_part(
     """Return the bytes of the trainer on a rank, by part; runtime/memory.py adds the parts of each phase.
 
     tokens: padded tokens of a micro-batch. with_reference: the initial policy is kept for a KL penalty.
-    own_experts: as in hf_tensors(). fused_adamw: as in TrainSettings. trained: parameters with gradients, if
-    the others are frozen.
+    own_experts: as in hf_tensors(). fused_adamw: as in TrainSettings. trained: number of parameters with
+    gradients, if these are adapters of frozen weights; extras/lora.py adds the adapters to `weights`.
 
     A rank holds n parameters, namely 1 / ep_size of the experts and all other parameters. ZeRO lets the rank
-    update m of these n, namely 1 / num_ranks of the whole model:
+    update m of these n, namely 1 / num_ranks of the whole model; frozen weights count as weights alone:
         weights n x 2 or 4 bytes     gradients n x 4     master weights m x 4     AdamW m x 8
     ZeRO 2 sums gradients (m x 4 bytes) from the first backward pass to the optimizer step and holds none
     between updates; a float32 policy with ZeRO 1 neither. With offload_optimizer the sum is then handed to
@@ -295,7 +302,7 @@ def memory_by_part(
     counts = parameter_counts(config)
     itemsize = itemsize_of(settings)
     num_held = counts.experts // settings.ep_size + counts.embeddings + counts.others
-    trained = counts if trained is None else trained
+    trained = trained or counts
     num_trained = trained.experts // settings.ep_size + trained.embeddings + trained.others
     num_updated = sum(trained) // num_ranks
     sums_are_held = zero_stage == 1 and itemsize == 2
@@ -303,9 +310,10 @@ def memory_by_part(
     optimizer_on_gpu = not offload_optimizer
     is_sharded = zero_stage == 2
     is_fused = on_gpu if fused_adamw is None else fused_adamw
-    passing = passing_bytes(config, settings, tokens, "cuda" if on_gpu else "cpu")
+    device = "cuda" if on_gpu else "cpu"
+    passing = passing_bytes(config, settings, tokens, device, frozen=trained != counts)
     passing["on the way back"] += is_sharded * reduce_buffer_bytes(num_trained, itemsize, on_gpu)
-    gradient_buffer = offload_optimizer * largest_parameter(config, settings) * itemsize
+    gradient_buffer = offload_optimizer * min(num_trained, largest_parameter(config, settings)) * itemsize
     return {
         "weights": num_held * itemsize,
         "gradients": gradient_buffer + sums_are_held * num_summed * 4,
@@ -501,6 +509,12 @@ def rounded_bytes(config: Config, hf_config: PretrainedConfig) -> int:
     return 4 * parameter_counts(hf_config).experts // sum(layers_with_experts(hf_config)) // held
 
 
+def trained_counts(config: Config, hf_config: PretrainedConfig) -> ParameterCounts:
+    """Count the parameters that have gradients: all, or those that an extra trains in their place."""
+    of_extras = [extra.trained(config, hf_config) for extra in active(config)]
+    return next((counts for counts in of_extras if counts is not None), parameter_counts(hf_config))
+
+
 def trainer_memory(
     config: Config, hf_config: PretrainedConfig, num_ranks: int, on_gpu: bool = True
 ) -> dict[str, int]:
@@ -512,11 +526,11 @@ def trainer_memory(
     """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     tokens = max(config.train.tokens_per_forward(on_gpu), longest)
-    counts = [extra.trained(config, hf_config) for extra in active(config)]
-    trained = next(filter(None, counts), None)  # a frozen policy is its own reference
+    counts = parameter_counts(hf_config)
+    trained = trained_counts(config, hf_config)
     parts = memory_by_part(
         hf_config, config.model, config.train.zero_stage, num_ranks, tokens,
-        with_reference=config.algorithm.kl_coef > 0 and trained is None,
+        with_reference=config.algorithm.kl_coef > 0 and trained == counts,
         own_experts=syncs_own_experts(config), on_gpu=on_gpu,
         offload_optimizer=on_gpu and config.train.offload_optimizer,  # on CPUs it moves nothing
         fused_adamw=config.train.fused_adamw, trained=trained,

@@ -35,7 +35,7 @@ import moe_model
 from configure import load_config, stage_configs, widest
 from extras.base import active
 from fp8 import fp8_refusal
-from lifecycle import check_model
+from lifecycle import check_model, checkpoint_bytes
 from memory_plan import plan_memory, syncs_own_experts
 from moe_model import head_dim, num_experts_of
 from runtime.machine import Device
@@ -218,6 +218,11 @@ class Task:
         return moe_model.parameter_counts(self.model)
 
     @functools.cached_property
+    def trained(self) -> moe_model.ParameterCounts:
+        """Return the number of parameters with gradients: all, or the adapters of lora.rank."""
+        return memory_plan.trained_counts(self.config, self.model)
+
+    @functools.cached_property
     def memory(self) -> tuple[dict[str, int], str | None]:
         """Return the bytes of a GPU by part, and the reason if the run does not fit."""
         return plan_memory(self.config, self.model, self.num_gpus, int(self.machine.memory_gib * GIB))
@@ -304,7 +309,7 @@ class Task:
     @property
     def owned(self) -> int:
         """Return the number of parameters that a rank updates."""
-        return sum(self.counts) // self.num_gpus
+        return sum(self.trained) // self.num_gpus
 
     @property
     def kv_bytes(self) -> int:
@@ -390,7 +395,7 @@ def host_memory(task: Task) -> dict[str, int]:
     copies = 2 if config.algorithm.router_replay != "off" else 1
     offloaded = 0
     if config.train.offload_optimizer:
-        offloaded = memory_plan.offloaded_bytes(task.model, config.model, task.num_gpus)
+        offloaded = memory_plan.offloaded_bytes(task.trained, config.model, task.num_gpus)
     return {
         "routes to replay": int(task.grid_tokens * route_bytes * copies),
         "routes beside the KV cache": max(0, task.parts["KV cache"]) // task.kv_bytes * route_bytes,
@@ -455,8 +460,8 @@ def wire_bytes(task: Task) -> dict[str, int]:
     config = task.config
     train = config.train
     ep_size = config.model.ep_size
-    elements = (task.counts.embeddings + task.counts.others) * ring(task.num_gpus)
-    elements += task.counts.experts / ep_size * ring(task.num_gpus / ep_size)
+    elements = (task.trained.embeddings + task.trained.others) * ring(task.num_gpus)
+    elements += task.trained.experts / ep_size * ring(task.num_gpus / ep_size)
     num_passes = (2 + config.model.activation_checkpointing) * train.passes_per_rollout
     num_passes += task.num_forward_only_passes
     rows = task.trained_tokens * task.model.num_experts_per_tok if task.counts.experts else 0
@@ -575,7 +580,8 @@ def phase_seconds(task: Task) -> dict[str, float]:
     pass_s = product_seconds(task, task.trained_tokens, task.sequence_tokens / 2, task.grid_tokens)
     num_backwards = config.train.passes_per_rollout
     num_forwards = (1 + config.model.activation_checkpointing) * num_backwards
-    update_passes = num_forwards + 2 * num_backwards  # a backward has twice the products of a forward
+    # a backward pass has the products of two forward passes; frozen weights need no gradient of their own
+    update_passes = num_forwards + (1 + sum(task.trained) / sum(task.counts)) * num_backwards
     exchanging_s = link_seconds(task, sent["all-to-all"], config.model.ep_size)
     reducing_s = link_seconds(task, sent["gradients"] + sent["updated weights"], task.num_gpus)
     # AdamW reads and writes weights and both averages, and reads the gradient: 7 values for 3 stored ones.
@@ -631,7 +637,7 @@ def plan_run(task: Task) -> dict:
         "kv_cache_tokens": max(0, task.parts["KV cache"]) // task.kv_bytes,
         "completions_at_once": round(completions_at_once(task)),
         "seconds": {name: round(value, 2) for name, value in seconds.items()} | {"step": round(step_s, 1)},
-        "checkpoint_gb": round(sum(task.counts) * (task.itemsize + 12) / 1e9, 1),
+        "checkpoint_gb": round(checkpoint_bytes(task.trained, task.config.model.dtype) / 1e9, 1),
         "tokens_per_step": int(tokens),
         "tokens_per_second_and_gpu": round(tokens / step_s / task.num_gpus, 1),
         "wire_bytes_per_step": wire_bytes(task),

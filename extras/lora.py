@@ -370,7 +370,8 @@ def load_adapter(policy: Policy, folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------
 # The calls of a run
 # ------------------------------------------------------------------------------------------------------------
-SMALLEST_SURVIVAL = 0.5  # of an update that merging rounds away, below it a warning
+SMALLEST_SURVIVAL = 0.5  # share of the update that merging leaves; below it a warning [ours]
+NUM_COPIES = 6  # float32 tensors of a chunk that Merged.to() holds
 
 
 class LoraExtra(Extra):
@@ -380,7 +381,9 @@ class LoraExtra(Extra):
     keeps_base = True
 
     def contradictions(self, config):
-        """Settings about weights that are frozen anyway."""
+        """The router is frozen anyway; kernels for experts are not tested with adapters."""
+        if config.model.expert_kernel == "triton":
+            yield "{model.expert_kernel} is not tested with {lora.rank}: set it to auto or torch"
         if config.model.freeze_router:
             yield "{model.freeze_router} has no effect with {lora.rank}: all weights of the model are frozen"
 
@@ -406,7 +409,14 @@ class LoraExtra(Extra):
         """Return the bytes of the adapters, and of the float32 copies while a tensor is merged."""
         counts = adapter_counts(config, hf_config)
         num_held = counts.experts // config.model.ep_size + counts.others
-        return {"weights": num_held * getattr(torch, config.model.dtype).itemsize}
+        shapes = shapes_of(hf_config)
+        sizes = [
+            math.prod(shape) // (config.model.ep_size if len(shape) == 3 else 1)
+            for target in targets_of(config, hf_config) for shape in shapes[target]
+        ]  # fmt: skip
+        itemsize = getattr(torch, config.model.dtype).itemsize
+        copies = NUM_COPIES * 4 * min(max(sizes), moe_model.CHUNK_ELEMENTS["cuda"])
+        return {"weights": num_held * itemsize, "sync buffers": max(sizes) * itemsize + copies}
 
     def check(self, launch):
         """Refuse a resume with other weights under the adapters."""

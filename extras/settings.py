@@ -89,7 +89,6 @@ class LoraSettings(Section):
         "matrices that get adapters. attention: q, k, v and o. mlp: gate, up and down of dense layers and "
         "of shared experts. experts: one pair for each expert. null: all that the model has; the router, "
         "embeddings and the head get none",
-        hint="attention, mlp and experts are the matrices that can have adapters",
         min_length=1,
     )
 

@@ -728,8 +728,16 @@ def check_fits(config, checkpoint: Path, record: dict) -> None:
     """Raise ValueError if a run with these settings cannot resume from a checkpoint.
 
     An exact resume needs the same topology and the same settings, except for settings that are free to change
-    on resume, such as run.log_every. With checkpoint.resume=weights only the stage has to exist.
+    on resume, such as run.log_every. With checkpoint.resume=weights the stage has to exist, and both runs
+    train adapters (lora.rank) or both all weights.
     """
+    saved_rank = complete(type(config), record["config"])["lora"]["rank"]
+    if (saved_rank is None) != (config.lora.rank is None):
+        kind = "all weights" if saved_rank is None else "adapters only"
+        raise ValueError(
+            f"{checkpoint} holds {kind}, and lora.rank is {config.lora.rank}: restore lora.rank "
+            f"{saved_rank}, or choose another run.dir"
+        )
     if config.checkpoint.resume != "auto":
         number = record["state"].get("stage", {}).get("number", 0)
         num_stages = len(config.stages)

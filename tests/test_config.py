@@ -339,6 +339,7 @@ REFUSED = [
     ("teacher.token_cost=1", "teacher.token_cost", "teacher.path None"),
     ("lora.targets=[mlp]", "lora.targets", "lora.rank None"),
     ("lora.rank=8 model.freeze_router=true", "model.freeze_router", "lora.rank 8"),
+    ("lora.rank=8 model.expert_kernel=triton", "model.expert_kernel 'triton'", "lora.rank 8"),
     ("zero_variance.offline_scores=x data.environment=g.py:G",
      "zero_variance.offline_scores 'x'", "data.environment"),
     ("teacher.path=x teacher.scores=y data.environment=g.py:G", "teacher.scores 'y'", "data.environment"),

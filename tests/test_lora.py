@@ -6,6 +6,7 @@ checkpointing.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -21,12 +22,17 @@ from model_suites import (
     policy_like,
     reference_logprobs,
     tiny_batch,
+    tiny_config,
     tiny_model,
 )  # fmt: skip
 from safetensors.torch import load_file
+from test_plan import make_task as plan_task
 
 import moe_model
+from configure import load_config
 from extras import lora
+from runtime import checkpoint
+from runtime.checkpoint import TrainState
 
 PARITY = 1e-5  # as in test_model.py
 KINDS = ("dense", "dense_tied", "llama", "moe", "mixtral", "olmoe", "glm", "granite")
@@ -159,3 +165,105 @@ def test_two_updates_of_two_ranks_are_those_of_peft_and_resume_bit_for_bit(name)
     moe_model.load_hf(merged, SUITE.folder() / f"{name}_merged")
     for key, tensor in moe_model.hf_tensors(merged):
         assert all(torch.equal(of_rank[name]["sent"][key], tensor) for of_rank in results), key
+
+
+# ---- Plan --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_frozen_weights_take_no_gradients_and_no_optimizer_states(zero_stage):
+    """Qwen3-30B-A3B on 2 GPUs, EP 2, rank 8: adapters of 48 layers, counted by hand."""
+    attention = (2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048)  # q, k and v, o
+    num_attention = 48 * 8 * attention
+    num_experts = 48 * 128 * 8 * ((2048 + 1536) + (768 + 2048))
+    full = plan_task("model.ep_size=2", f"train.zero_stage={zero_stage}", gpus=2).parts
+    task = plan_task("model.ep_size=2", f"train.zero_stage={zero_stage}", "lora.rank=8",
+                     "algorithm.kl_coef=0.1", gpus=2)  # fmt: skip
+    assert task.trained == (num_experts, 0, num_attention)
+    held = num_experts // 2 + num_attention
+    assert task.parts["weights"] == full["weights"] + 2 * held
+    assert task.parts["master weights"] == 4 * ((num_experts + num_attention) // 2)
+    assert task.parts["AdamW"] == 2 * task.parts["master weights"]
+    summed = {1: 4 * held, 2: task.parts["master weights"]}[zero_stage]
+    assert task.parts["gradients"] + task.parts["gradients in an update"] == summed
+    assert task.parts["reference"] == 0 and task.parts["activations"] == full["activations"]
+    assert task.parts["on the way back"] < full["on the way back"]
+
+
+# ---- Bad input ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("settings, words", [
+    (["lora.rank=0"], "lora.rank"),
+    (["lora.rank=true"], "lora.rank"),
+    (["lora.alpha=0"], "lora.alpha"),
+    (["lora.rank=4", "lora.targets=[]"], "lora.targets"),
+    (["lora.rank=4", "lora.targets=[expert]"], "lora.targets.*'attention', 'mlp' or 'experts'.*'expert'"),
+    (["lora.rank=4", "lora.targets=[router]"], "lora.targets.*'attention', 'mlp' or 'experts'.*'router'"),
+    (["lora.alpha=4"], "lora.alpha.*lora.rank"),
+    (["lora.rank=4", "model.freeze_router=true"], "model.freeze_router.*lora.rank"),
+])  # fmt: skip
+def test_wrong_settings_are_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        load_config(["data.train=[{path: x}]", *settings])
+
+
+@pytest.mark.parametrize("kind, settings, words", [
+    ("dense", {"targets": ["experts"]}, "lora.targets.*dense model.*experts.*attention, mlp"),
+    ("mixtral", {"targets": ["mlp"]}, "lora.targets.*MoE.*mlp.*attention, experts"),
+    ("dense", {"rank": 25}, "lora.rank 25.*24"),  # keys and values have 2 x 12 outputs
+    ("moe", {"rank": 25, "targets": ["experts"]}, "lora.rank 25.*24"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_the_model_are_named(kind, settings, words):
+    config = make_config(section="lora", **({"rank": 4} | settings))
+    with pytest.raises(ValueError, match=words):
+        lora.EXTRA.check_model(config, tiny_config(kind))
+
+
+@pytest.mark.parametrize("saved, rank", [({"rank": 4}, "null"), ({}, "4"), ({"rank": 4}, "8")])
+@pytest.mark.parametrize("resume", ["auto", "weights"])
+def test_adapters_and_all_weights_do_not_resume_each_other(saved, rank, resume, one_rank):
+    record = {"config": make_config(section="lora", **saved).model_dump(mode="json"), "state": {}}
+    record["topology"] = checkpoint.topology(make_config())
+    config = make_config(f"lora.rank={rank}", f"checkpoint.resume={resume}")
+    if resume == "weights" and rank == "8":  # load() then refuses the shapes
+        return checkpoint.check_fits(config, Path("step_1"), record)
+    with pytest.raises(ValueError, match=f"step_1.*lora.rank.*{saved.get('rank')}"):
+        checkpoint.check_fits(config, Path("step_1"), record)
+
+
+def test_adapters_of_other_matrices_or_of_another_base_are_refused(tmp_path):
+    lora.EXTRA.save(adapted("moe"), make_config("lora.rank=3"), tmp_path, lora.save_file)
+    for settings in ({"rank": 4}, {"targets": ["experts"]}):
+        with pytest.raises(ValueError, match="lora.rank, lora.targets"):
+            lora.EXTRA.load(adapted("moe", **settings), tmp_path)
+    folders = [tmp_path / name for name in ("one", "other")]
+    for seed, folder in enumerate(folders):
+        tiny_model("moe", seed).save_pretrained(folder)
+    state = TrainState()
+    for folder, resume in ((folders[0], "auto"), (folders[0], "auto"), (folders[1], "weights")):
+        config = make_config(f"model.path={folder}", "lora.rank=3", f"checkpoint.resume={resume}")
+        launch = SimpleNamespace(config=config, state=state)
+        if folder == folders[0]:
+            lora.EXTRA.check(launch)
+        else:
+            with pytest.raises(ValueError, match="model.path.*other weights"):
+                lora.EXTRA.check(launch)
+
+
+# ---- What a sync loses -------------------------------------------------------------------------------------
+def test_merged_frac_is_the_share_of_the_update_that_rounding_leaves(capsys):
+    """By hand: 1 + 2^-10 rounds back to 1 in bfloat16, whose next value is 1 + 2^-7; 1 + 2^-6 is exact."""
+    for steps, frac in ((2**-10, 0.0), (2**-6, 1.0), (2**-7 * 0.75, 1 / 0.75)):
+        adapters = lora.Adapters(scale=2.0, engine_dtype=torch.bfloat16)
+        b = torch.full((3, 1), steps / 2)
+        lora.Merged(torch.ones(3, 2), torch.ones(1, 2), b, adapters).to(torch.float32)
+        lora.Merged(torch.ones(3, 2), torch.ones(1, 2), 0 * b, adapters).to(torch.float32)
+        batch = SimpleNamespace(extras={"lora": adapters})
+        kept, whole = lora.EXTRA.metrics(batch)["lora/merged_frac"]
+        assert kept / whole == pytest.approx(frac)
+        assert ("lora/merged_frac" in capsys.readouterr().out) == (frac < 0.5)
+        assert lora.EXTRA.metrics(batch) == {"lora/merged_frac": (0.0, 0.0)}
+
+
+def test_the_share_does_not_depend_on_expert_parallelism():
+    """The ranks of ep_1 and ep_2 start alike; only the first has all experts on each rank."""
+    sums = {name: sum(of_rank[name]["survival"] for of_rank in SUITE.results()) for name in ("ep_1", "ep_2")}
+    shares = {name: (pair[0] / pair[1]).item() for name, pair in sums.items()}
+    assert shares["ep_1"] == pytest.approx(shares["ep_2"], rel=1e-4) and 0.5 < shares["ep_1"] < 1.1
