@@ -12,7 +12,6 @@ from helpers import FakeEngine, assert_same_run, make_completion, make_config, m
 
 import train_rl
 from batch import UNFINISHED
-from configure import load_config
 from extras import base
 
 GROUP_SIZE = 4
@@ -91,18 +90,6 @@ def test_every_group_is_trained_on_once_in_bounded_time(share, max_age):
         run.state.step += 1
     assert set(trained.values()) == {1} and len(trained) == run.state.consumed_prompts - len(waiting)
     assert (share == 1) == (born.keys() == trained.keys())
-
-
-@pytest.mark.parametrize("settings", [
-    ["zero_variance.probe_size=2"], ["zero_variance.refill=true", "zero_variance.drop=true"],
-    ["rollout.lag=1"], ["rollout.tensor_parallel=2"], ["data.tools=[a.py:f]"], ['rollout.stop=["x"]'],
-    ["centering.enabled=true", "centering.topk=4", "algorithm.clip_mode=none"], ["carry.max_age=0"],
-    ["carry.share=0"], ["carry.share=1.5"],
-])  # fmt: skip
-def test_what_cannot_wait_is_refused_in_one_sentence(settings):
-    with pytest.raises(ValueError, match="carry") as error:
-        load_config(["data.train=[{path: x}]", "carry.share=0.5", *settings])
-    assert settings[0].partition("=")[0] in str(error.value)
 
 
 def test_completions_that_wait_keep_their_temperature():
