@@ -331,12 +331,14 @@ def test_figures_of_a_run_come_from_the_steps_so_far(tmp_path):
                      "generated_tokens": 6000 * step})  # fmt: skip
         rows.append({"eval/additions/avg_at_8": 0.4 + step / 5, "generated_tokens": 6000 * step})
     file = tmp_path / "metrics.jsonl"
+    rows[1]["abs_dlogp"] = 0.5
     file.write_text("\n".join(map(json.dumps, rows)) + '\n{"score": 0.')
     assert gpu_runs.rows_of(file) == rows and gpu_runs.rows_of(tmp_path / "no") == []
     report = gpu_kernels.Report(tmp_path, "piece", True)
     gpu_runs.show_steps(report, rows[:4])
     assert report.figures["steps"] == 2 and report.figures["seconds_per_step"] == 2.0
     gpu_runs.show_steps(report, rows)
+    assert report.figures["abs_dlogp"] == 0.5, "later steps have no gradient"
     assert report.figures["seconds_per_step"] == 3.0, "the first two steps are a warm-up"
     assert record.track_of(rows[:5]) == {"tokens": None, "seconds": None}
     assert record.track_of(rows) == {"tokens": pytest.approx(13_500), "seconds": 3.0}

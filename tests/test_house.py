@@ -367,7 +367,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, data": 4720,
     "lines of Python, examples": 80,
     "lines of Python, experiments": 10560,
-    "lines of Python, extras": 1570,
+    "lines of Python, extras": 1535,
     "lines of Python, kernels": 745,
     "lines of Python, runtime": 5300,
     "lines of Python, tests": 32600,
