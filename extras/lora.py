@@ -263,13 +263,15 @@ def adapter_counts(config, hf_config) -> ParameterCounts:
     return ParameterCounts(experts, 0, sum(counts.values()))
 
 
-class Base:
+class Base(nn.Module):
     """A policy with its adapters off, the reference of a KL penalty; takes no memory of its own."""
 
     def __init__(self, policy: Policy):
+        super().__init__()
         self.module = policy
 
-    def __call__(self, *args, **options):
+    def forward(self, *args, **options) -> Any:
+        """Return the outputs of the policy without adapters."""
         self.module.lora.enabled = False
         try:
             return self.module(*args, **options)
@@ -448,7 +450,11 @@ class LoraExtra(Extra):
         return Base(policy)
 
     def after_rollout(self, run, batch, groups):
-        """Let metrics() find the sums of this step's sync, which comes after the update."""
+        """Let metrics() find the sums of this step's sync, which comes after the update.
+
+        The sums of the launch's first sync are dropped, or a resume would add them to its first step.
+        """
+        run.policy.lora.survival = None
         batch.extras["lora"] = run.policy.lora
 
     def metrics(self, batch):
@@ -458,7 +464,6 @@ class LoraExtra(Extra):
         """
         adapters = batch.extras["lora"]
         kept, whole = (0.0, 0.0) if adapters.survival is None else adapters.survival.tolist()
-        adapters.survival = None
         if kept < SMALLEST_SURVIVAL * whole:
             warn_once(
                 f"lora/merged_frac {kept / whole:.2f}: rounding to {adapters.engine_dtype} hides most of the "

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
-from helpers import RankSuite, make_config
+from helpers import RankSuite, make_batch, make_config
 from model_suites import (
     ADAMW,
     LORA,
@@ -28,7 +28,9 @@ from model_suites import (
 from safetensors.torch import load_file
 from test_plan import make_task as plan_task
 
+import lifecycle
 import moe_model
+import train_rl
 from configure import load_config
 from extras import lora
 from runtime import checkpoint
@@ -111,6 +113,20 @@ def test_the_merged_model_computes_like_the_adapters(kind, tmp_path):
         assert torch.equal(sent[name], tensor), name
     own = dict(moe_model.hf_tensors(policy, own_experts=True))
     assert all(torch.equal(own[name], tensor) for name, tensor in moe_model.hf_tensors(merged, True))
+
+
+def test_the_reference_of_a_kl_penalty_is_the_model_without_adapters(one_rank):
+    """Through the same function that computes the old policy, and without weights of its own."""
+    policy = adapted("moe")
+    config = make_config("lora.rank=3", "algorithm.kl_coef=0.1")
+    reference = lifecycle.build_reference(config, policy, None, torch.device("cpu"))
+    batch = make_batch([[5, 6], [7]], [[1, 2], [3]], rollout_logprobs=[[-1.0, -2.0], [-0.5]],
+                       advantages=[[1.0, 1.0], [-1.0]])  # fmt: skip
+    plain = policy_like(tiny_model("moe"))
+    expected = train_rl.forward_batch(plain, batch, config, replay=False).logprobs
+    assert torch.equal(train_rl.forward_batch(reference, batch, config, replay=False).logprobs, expected)
+    assert (train_rl.forward_batch(policy, batch, config).logprobs - expected).abs().max() > 0.01
+    assert {p.data_ptr() for p in reference.parameters()} == {p.data_ptr() for p in policy.parameters()}
 
 
 # ---- Ranks -------------------------------------------------------------------------------------------------
@@ -259,6 +275,8 @@ def test_merged_frac_is_the_share_of_the_update_that_rounding_leaves(capsys):
         kept, whole = lora.EXTRA.metrics(batch)["lora/merged_frac"]
         assert kept / whole == pytest.approx(frac)
         assert ("lora/merged_frac" in capsys.readouterr().out) == (frac < 0.5)
+        run = SimpleNamespace(policy=SimpleNamespace(lora=adapters))
+        lora.EXTRA.after_rollout(run, batch, [])
         assert lora.EXTRA.metrics(batch) == {"lora/merged_frac": (0.0, 0.0)}
 
 
