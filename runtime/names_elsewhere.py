@@ -22,6 +22,7 @@ TABLE: list[tuple[str | None, str, str]] = [
     ("lora.rank", "lora_rank lora_r use_peft", "a number; null: no adapters"),
     ("lora.alpha", "lora_alpha", ""),
     ("lora.targets", "target_modules lora_target_modules", "attention, mlp, experts"),
+    ("carry.share", "partial_rollout", "a share of groups; null: wait for all"),
     ("data.train", "dataset_name train_files train_dataset prompt_data", "a list, [{path: ...}]"),
     ("data.eval", "val_files eval_dataset eval_data", "a list, [{path: ..., split: ...}]"),
     ("data.train[].subset", "dataset_config dataset_config_name", ""),
@@ -171,8 +172,8 @@ TABLE: list[tuple[str | None, str, str]] = [
     (None, "n_gpus_per_node nnodes num_nodes actor_num_nodes actor_num_gpus_per_node vllm_num_engines "
      "colocate_all_models ray_kwargs ray_init async_train hybrid_engine",
      "torchrun sets nodes and GPUs; trainer and engine share all of them"),
-    (None, "partial_rollout max_async_level async_level max_off_policy_steps async_grpo",
-     "rollouts and updates take turns: a step trains on completions of its own policy"),
+    (None, "max_async_level async_level max_off_policy_steps async_grpo",
+     "rollouts and updates take turns; rollout.lag trains on completions of an earlier policy"),
     (None, "aux_loss_coef router_aux_loss_coef moe_router_load_balancing_type",
      "no loss balances the experts; the metric max_vio shows their load"),
     (None, "reward_kwargs", "a reward function reads columns of its row; reward.overlong_buffer is a "
