@@ -99,9 +99,13 @@ def check_ranks_agree(config) -> None:
 
 
 def variable_digests(config) -> dict[str, str]:
-    """Return {variable: digest} of the environment that reward functions or kernels read."""
+    """Return {variable: digest} of the environment that reward functions or kernels read.
+
+    Torchrun gives every rank another RANK, LOCAL_RANK and GROUP_RANK, which are left out.
+    """
     names = [name for name in os.environ if re.match("VLLM_(USE|ATTENTION|MOE|FLASH)_|NVIDIA_TF32", name)]
-    values = {name: os.environ.get(name, "") for name in (*config.reward.env, *names)}
+    names += [name for name in config.reward.env if not name.endswith("RANK")]
+    values = {name: os.environ.get(name, "") for name in names}
     return {f"${name}": hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in values.items()}
 
 

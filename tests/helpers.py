@@ -276,7 +276,9 @@ class FakeEngine:
     def at_once(self, kind: str) -> int:
         return 2
 
-    def submit(self, key: int, kind: str, completion: list[int], answer: str, fields: dict) -> None:
+    def submit(
+        self, key: int, kind: str, completion: list[int], answer: str, fields: dict, prefix: str = ""
+    ) -> None:
         assert key in self.rights, "the completion to score was never sampled"
 
     def poll(self) -> int:
