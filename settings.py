@@ -777,7 +777,10 @@ PromptSources = Annotated[list[PromptSource], BeforeValidator(list_of_sets)]
 
 def iso_date(value: object) -> str:
     """Return a date of YAML or a text as YYYY-MM-DD; ValueError for anything else."""
-    return datetime.date.fromisoformat(str(value)).isoformat()
+    try:
+        return datetime.date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError(f"{str(value)[:40]!r} is no date such as 2026-11-28") from None
 
 
 class DataSettings(Section):

@@ -61,7 +61,8 @@ def problems(study: Path, **changes) -> list[str]:
     settings = {"data.train": [source], "train.num_steps": 3} | changes
     settings = {name: value for name, value in settings.items() if value is not None}
     head = git(study, "rev-parse", "HEAD")
-    record = {"row": "on", "seed": 1, "commit": head, "versions": {"dirty": False}, "settings": settings}
+    record = {"row": "on", "seed": 1, "commit": head, "settings": settings}
+    record["versions"] = {"dirty": False, "rollout_dtype": "bfloat16"}
     (study / "runs.jsonl").write_text(json.dumps(record) + "\n")
     return declaration.check_study(study)
 

@@ -267,7 +267,7 @@ MISDEEDS = {  # code that runs after the start's check, between `result = ...` a
     "a statistic without a name": "result = (result[0], {7: 1.0})",
     "the default dtype": "torch.set_default_dtype(torch.float64)",
     "the grad mode": "torch.set_grad_enabled(False)",
-    "the number of threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "the number of threads": "torch._C.set_num_threads(torch.get_num_threads() + 1)",
     "the working directory": "os.chdir('/')",
     "the handler of SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
     "torchrun's variables": "os.environ['RANK'] = '7'",
@@ -285,7 +285,7 @@ def restored():
     handler, num_threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     yield
     signal.signal(signal.SIGTERM, handler)
-    torch.set_num_threads(num_threads)
+    torch._C.set_num_threads(num_threads)  # an engine of this process replaces torch.set_num_threads
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
 

@@ -32,7 +32,8 @@ def test_finished_phases_are_skipped_and_their_seconds_are_kept(tmp_path):
 
 def test_an_evaluation_takes_the_rollout_settings_of_its_run(tmp_path, monkeypatch):
     rollout = {"max_new_tokens": 77, "dtype": "float32", "kv_cache_gib": 0.5}
-    (tmp_path / "config.yaml").write_text(json.dumps({"rollout": rollout}))
+    (tmp_path / "config.yaml").write_text(json.dumps({"rollout": rollout | {"dtype": "auto"}}))
+    (tmp_path / "versions.json").write_text(json.dumps({"rollout_dtype": "float32"}))
     commands = []
     monkeypatch.setattr(real, "call", lambda *command: commands.append(list(command)))
     real.evaluate(tmp_path / "model", tmp_path / "after_completions.jsonl")

@@ -4,6 +4,7 @@ The repositories are made here: a study with a whole record at one commit and it
 """
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -163,6 +164,8 @@ def test_make_figures_accepts_an_incomplete_history_unless_told_otherwise(code, 
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexit {code}\n")
     python.chmod(0o755)
+    (tmp_path / "requirements-no-deps.txt").touch()
+    os.utime(tmp_path / "requirements-no-deps.txt", (0, 0))  # nothing to install
     make = ["make", "-s", "STACK=cpu", f"HISTORY={history}", "STAMP=Makefile", "REQUIREMENTS=", "figures"]
     assert (subprocess.run(make, cwd=tmp_path, capture_output=True).returncode == 0) == passes
 

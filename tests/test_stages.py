@@ -268,7 +268,7 @@ def test_a_changed_list_of_stages_is_refused_on_resume(stages, difference, one_r
 
 
 def test_weights_of_a_stage_that_no_longer_exists_are_refused(one_rank, tmp_path):
-    record = {"state": asdict(TrainState(stage=StagePosition(1)))}
+    record = {"state": asdict(TrainState(stage=StagePosition(1))), "config": {}}
     check_fits(load(f"[{A}, {B}]", "checkpoint.resume=weights"), tmp_path, record)
     with pytest.raises(ValueError, match=re.escape("stages[1]")):
         check_fits(load("[]", "checkpoint.resume=weights"), tmp_path, record)

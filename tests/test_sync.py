@@ -711,7 +711,8 @@ def test_a_float32_head_brings_a_bfloat16_engine_closer_to_the_trainer(engine_of
 
 def test_options_of_an_engine_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = rollout.engine_options("folder", 100, RolloutSettings(sleep_level=2), True, 7200.5)
+    settings = RolloutSettings(sleep_level=2, dtype="bfloat16")
+    options = rollout.engine_options("folder", 100, settings, True, 7200.5)
     assert options["hf_overrides"] == {"head_dtype": "float32"} and options["enable_sleep_mode"]
     assert not options["enforce_eager"] and options["block_size"] == 64
     assert options["distributed_timeout_seconds"] == options["cpu_distributed_timeout_seconds"] == 7201
@@ -748,7 +749,7 @@ def test_the_engine_gets_the_memory_that_the_trainer_leaves(settings, trainer_gi
     """Qwen3-30B-A3B on eight GPUs of 139.7 GiB."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     sizes = [int(gib * GIB) for gib in (trainer_gib, 138.5, 139.7)]
-    arguments = (QWEN3_30B, RolloutSettings(**settings), 17408, *sizes)
+    arguments = (QWEN3_30B, RolloutSettings(dtype="bfloat16", **settings), 17408, *sizes)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
             memory_plan.memory_share(*arguments)
