@@ -62,9 +62,9 @@ def stated_answer(text: str) -> str | None:
     It is the text between the last <answer> tags, else the last box, else the line after the last "Answer:"
     (all following lines, if that line is empty), else the whole text if it is one line, else None.
     """
-    tagged = re.findall(r"<answer>\s?(.*?)\s?</answer>", text, re.DOTALL)
-    if tagged:
-        return tagged[-1].strip()
+    opening = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
+    if opening >= 0:
+        return text[opening + len("<answer>") :].partition("</answer>")[0].strip()
     if "\\boxed" in text or "\\fbox" in text:
         from verifiers.math import last_boxed
 

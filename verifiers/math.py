@@ -26,6 +26,8 @@ from verifiers.expressions import (
 )
 
 MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; answers of MATH-500 have at most 53
+MAX_COMPARED_CHARS = 600  # of an expression; longer ones are compared as text, without math-verify
+MAX_BARS = 16  # |1||1|... takes math-verify minutes: each bar may open or close
 MAX_DEPTH = 40  # of braces
 MAX_DIGITS = 50_000  # of a power
 
@@ -287,7 +289,9 @@ def _belongs(token: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def too_large(text: str) -> bool:
-    """Tell whether an expression would take SymPy seconds: towers of powers, factorials, deep braces."""
+    """Tell whether an expression would take seconds: long ones, towers of powers, factorials, deep braces."""
+    if len(text) > MAX_COMPARED_CHARS or text.count("|") + text.count("vert") > MAX_BARS:
+        return True
     text = re.sub(r"\\[,;:! ]|[\s$]|\\left|\\right", "", text)
     depth = deepest = 0
     for sign in text:
