@@ -75,6 +75,7 @@ def test_every_evaluator_of_the_package_is_known():
     "text, answer",
     [
         ("<answer> 5 </answer>", "5"), ("<answer>4</answer> or <answer>1 2\n3 4</answer>", "1 2\n3 4"),
+        ("<answer><answer> 4 </answer></answer>", "4"), ("</answer><answer>5", "</answer><answer>5"),
         (r"so \boxed{5}", "5"), ("Answer: 5\nbecause 2 + 3", "5"), ("The **Answer:** 5", "5"),
         ("Answer:\n1 2\n3 4\n", "1 2\n3 4"), ("The answer is: 5", "5"), (" 5 \n", "5"), ("2 + 3\nis 5", None),
         ("Answer: 4\nno\nFinal answer: 5", "5"), ("Answer:", ""), ("", ""),

@@ -28,7 +28,6 @@ from data.prompts import Prompt
 from data.stream import LoadedSets
 from reward import RewardPool, Verdict, impossible_references, verify
 from tests.patience import limit, wait_until
-from verifiers.answer import stated_answer
 
 OK, WRONG, NO_ANSWER = Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
 SLOW = [rf"\exp(\exp(\exp({number})))" for number in (96, 97)]
@@ -39,6 +38,7 @@ TOO_LARGE = [  # wrong without a look at their value, so that no completion esca
     "(10^9)!", r"(2\cdot 10^8)!", r"\prod_{k=1}^{10^7} k", r"\binom{10^9}{5\cdot 10^8}",
     "(" * 99 + "1" + ")" * 99, r"\frac{1}{" * 50 + "2" + "}" * 50,
     r"7^{7^{7^{7}}} \bmod 10", r"\sqrt{" * 50 + "2" + "}" * 50,
+    "x=" * 900, r"\sin 1 " * 550, "13 thousand " * 320, "|1|" * 300, r"\left|1\right|" * 250, "x_1=" * 900,
 ]  # fmt: skip
 
 
@@ -476,28 +476,6 @@ def test_an_expression_that_is_too_large_is_wrong_at_once(content):
     assert verify("math", rf"\boxed{{{content}}}", "5") == WRONG
     assert time.perf_counter() - started < limit(1)
     assert verify("math", rf"\boxed{{{content}}}", content) == OK, "as text"
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["x=" * 301, r"\sin 1 " * 90, "13 thousand " * 51, "|1|" * 9, r"\left|x\right|" * 60, "e" * 601],
-)
-def test_a_long_expression_is_compared_as_text(content, monkeypatch):
-    """Without the parser of math-verify, which takes seconds for 1,000 characters, minutes for bars."""
-    monkeypatch.setattr(reward.verifiers.math, "parse", lambda *_, **__: pytest.fail("parsed"))
-    assert verify("math", rf"\boxed{{{content}}}", content) == OK
-    assert verify("math", rf"\boxed{{{content}}}", content + "5") == WRONG
-
-
-@pytest.mark.parametrize(
-    "text", ["<answer>" * 10_000, "</answer>" * 10_000, "<answer> " * 9_000 + "</answer>"]
-)
-def test_answers_between_tags_are_read_in_linear_time(text):
-    started = time.thread_time()
-    assert stated_answer(text + "\n<answer> 4 </answer></answer>") == "4"
-    assert time.thread_time() - started < limit(1), (
-        "minutes, if each opening tag were tried with each closing tag"
-    )
 
 
 @pytest.mark.parametrize(
