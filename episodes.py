@@ -74,9 +74,12 @@ def call_of(value) -> Call:
     value = (
         value["function"] if isinstance(value, dict) and isinstance(value.get("function"), dict) else value
     )
+    if isinstance(value, dict) and isinstance(value.get("function"), str):
+        value = {"name": value["function"]} | value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call("", {}, "the call must be a JSON object with name and arguments")
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters"))
+    arguments = {} if arguments is None else arguments
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):

@@ -85,6 +85,8 @@ CALL = Call("f", {"a": 1})
     ("text", "calls"),
     [
         ('{"type": "function", "name": "f", "parameters": {"a": 1}}', [CALL]),
+        ('{"function": "f", "parameters": {"a": 1}}', [CALL]),
+        ('{"name": "f", "arguments": null}', [Call("f", {})]),
         ('{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}', [CALL]),
         (f"[{F}, {F}]", [CALL] * 2), (f"```json\n{F}\n```", [CALL]), (f"```{F}", [CALL]),
         (f"<|python_tag|>{F}; {F}", [CALL] * 2), ('{"name": "g", "parameters": {}}', [Call("g", {})]),

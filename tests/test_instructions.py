@@ -129,6 +129,8 @@ WORDS = {"id": "length_constraints:number_words", "num_words": 3}
         ('[{"id": "punctuation:no_comma", "num_words": 3}]', "'num_words'"),
         (json.dumps([WORDS | {"relation": "over"}]), "less than, at least"),
         (json.dumps([WORDS | {"num_words": "3", "relation": "at least"}]), "whole number"),
+        (json.dumps([WORDS | {"num_words": -3, "relation": "less than"}]), "whole number"),
+        ('[{"id": "length_constraints:number_words", "num_words": Infinity}]', "whole number"),
         ('[{"id": "keywords:existence", "keywords": "word"}]', "list"),
         ('[{"id": "keywords:existence", "keywords": []}]', "list"),
         ('[{"id": "keywords:existence", "keywords": [""]}]', "list"),

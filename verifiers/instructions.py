@@ -120,8 +120,8 @@ def refuse_argument(name: str, key: str, value: object) -> None:
         is_valid = isinstance(value, list) and value and all(isinstance(w, str) and w.strip() for w in value)
         form = "a list of words"
     elif key.startswith(("num_", "nth_")) or key.endswith("frequency"):
-        is_valid = type(value) is int or (type(value) is float and value.is_integer())
-        form = "a whole number"
+        is_valid = type(value) in (int, float) and value >= 0 and value % 1 == 0
+        form = "a whole number of 0 or more"
     elif key == "language":
         is_valid = isinstance(value, str) and re.fullmatch(r"[A-Za-z]{2,3}(-[A-Za-z0-9]+)*", value)
         form = "a code, for example en or zh-cn"
