@@ -71,22 +71,19 @@ def read_values(text: str, start: int = 0) -> tuple[list, int]:
 
 def call_of(value) -> Call:
     """Read a call, {"name": ..., "arguments" or "parameters": {...}}, perhaps inside of {"function": ...}."""
-    value = (
-        value["function"] if isinstance(value, dict) and isinstance(value.get("function"), dict) else value
-    )
-    if isinstance(value, dict) and isinstance(value.get("function"), str):
-        value = {"name": value["function"]} | value
+    function = value.get("function") if isinstance(value, dict) else None
+    value = function if isinstance(function, dict) else value
+    value = {"name": function} | value if isinstance(function, str) else value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call("", {}, "the call must be a JSON object with name and arguments")
     arguments = value.get("arguments", value.get("parameters"))
-    arguments = {} if arguments is None else arguments
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return Call("", {}, "the arguments are not valid JSON")
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict | None):
         return Call("", {}, "arguments must be a JSON object")
-    return Call(value["name"], arguments)
+    return Call(value["name"], arguments or {})
 
 
 def hermes_calls(text: str, tools: Collection[str] = ()) -> list[Call]:
