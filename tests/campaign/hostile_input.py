@@ -169,7 +169,7 @@ def fleeing_rows(folder: Path) -> tuple[Path, list[str]]:
 
 
 def hostile_run(bench: Bench, folder: Path) -> tuple[str, str]:
-    """Train with a hostile function on every fourth row, and again with functions that only raise."""
+    """Train with a hostile function on every second row, and again with functions that only raise."""
     right = "    return lambda completion, answer: completion == answer or function(completion, answer)\n"
     text = [HOSTILE, "def unless_right(function):\n" + right]
     text += [f"in_run_{name} = unless_right({name})\n" for name in IN_A_RUN]
@@ -178,7 +178,7 @@ def hostile_run(bench: Bench, folder: Path) -> tuple[str, str]:
     rows = [json.loads(line) for line in lines[:48]]  # all of these rows are sampled
     for run, names in {"all": IN_A_RUN, "one": IN_A_RUN[:1]}.items():
         functions = [f"{folder / 'hostile.py'}:in_run_{name}" for name in names]
-        for i, row in enumerate(rows[::4]):
+        for i, row in enumerate(rows[::2]):
             row["kind"] = functions[i % len(functions)]
         (folder / f"{run}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         done = bench.run(
