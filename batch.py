@@ -76,7 +76,7 @@ class Request:
         """Return the engine's request: the prefix is part of the prompt.
 
         Of a prefix that is a whole completion, the engine computes routes only and samples one token, which
-        join() drops.
+        Completion.after() drops.
         """
         if self.prefix is None:
             return self

@@ -138,13 +138,13 @@ def generate(run: Run, requests: list[Request], prompts: list[Prompt], phase: st
         return f"{len(requests) - num_ended} of {len(requests)} completions to generate"
 
     enders = [extra for extra in active(run.config) if extra.ends_rollouts and phase == "rollout"]
-    options = {"is_over": lambda: any(extra.is_over(run, requests, ended) for extra in enders)}
+    is_over = lambda: any(extra.is_over(run, requests, ended) for extra in enders)
     captures = phase == "rollout" and captures_routes(run.config, run.state.step)
     episodes = run.interaction.episodes(requests, prompts) if run.interaction else None
     with run.clock(phase, describe):
         completions = run.engine.generate(
             requests, run.state.step, on_finished, run.pool.poll, captures, episodes,
-            **options if enders else {},
+            **{"is_over": is_over} if enders else {},
         )  # fmt: skip
     progress.close()
     with run.clock("reward", run.pool.describe):

@@ -250,7 +250,7 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     last_round: list[int] = []  # slots of the last round
     carried = [job for extra in active(config) for job in extra.jobs(run)]  # of earlier steps
     groups += [job.group for job in carried]
-    num_new = num_new_prompts(outcomes, last_round, probing, config) - len(carried)
+    num_new = max(0, num_new_prompts(outcomes, last_round, probing, config) - len(carried))
     while num_new or probing or carried:
         chosen, num_offered = choose_prompts(
             num_new, run.state.consumed_prompts, run.history, number, config, run.offers,

@@ -1,4 +1,4 @@
-"""The table of all tasks of reasoning-gym on a start model: what it solves, and what a constant solves.
+"""The table of all tasks of reasoning-gym: the shares that a start model and a constant answer solve.
 
     python experiments/gym_table.py --model data/built/smollm2/dense --run-dir runs/gym_table
 

@@ -66,11 +66,21 @@ class Carry(Extra):
             yield "{carry.share} may cut a text of {rollout.stop} in two: name token ids"
 
     def check_stages(self, configs: list) -> None:
-        """Refuse a temperature that changes while completions wait."""
-        if len({config.rollout.temperature for config in configs}) > 1:
+        """Refuse settings of a later stage that do not fit completions which wait from an earlier stage."""
+        rollouts = [config.rollout for config in configs]
+        if any(config.carry.share is None for config in configs):
             raise ValueError(
-                "carry.share: completions may wait from one stage to the next, and their log-probabilities "
-                "are those of one temperature: set the same rollout.temperature in all stages"
+                "carry.share: a stage without it would drop waiting groups: set it in all stages"
+            )
+        for name in ("temperature", "group_size"):
+            if len({getattr(rollout, name) for rollout in rollouts}) > 1:
+                raise ValueError(
+                    f"carry.share: groups may wait for the next stage: set one rollout.{name} in all"
+                )
+        lengths = [rollout.max_new_tokens for rollout in rollouts]
+        if lengths != sorted(lengths):
+            raise ValueError(
+                "carry.share: waiting completions may exceed a later, smaller rollout.max_new_tokens"
             )
 
     def build(self, launch: Launch, ep_group, device) -> None:

@@ -1,6 +1,5 @@
 """Partial rollouts: which groups are trained on and when, their tokens and versions, settings, a resume."""
 
-import math
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -14,8 +13,7 @@ import train_rl
 from batch import UNFINISHED
 from extras import base
 
-GROUP_SIZE = 4
-NUM_PROMPTS = 6  # of a step
+GROUP_SIZE, NUM_PROMPTS = 4, 6  # of a step
 
 
 class FakeSlowEngine(FakeEngine):
@@ -27,10 +25,9 @@ class FakeSlowEngine(FakeEngine):
         lengths = [ids[0] if ids else 1 + Random(r.seed).randrange(40) for ids, r in zip(tokens, requests)]
 
         def completion(row: int, reason: str):
-            prefix = requests[row].prefix
-            versions = prefix.versions if prefix else ()
-            plain = replace(make_completion(len(tokens[row])), token_ids=tokens[row], finish_reason=reason)
-            return replace(plain, versions=versions).with_version(version)
+            versions = requests[row].prefix.versions if requests[row].prefix else ()
+            fields = {"token_ids": tokens[row], "finish_reason": reason, "versions": versions}
+            return replace(make_completion(len(tokens[row])), **fields).with_version(version)
 
         completions = [None] * len(requests)
         while None in completions:
@@ -69,7 +66,7 @@ def test_every_group_is_trained_on_once_in_bounded_time(share, max_age):
         groups, outcomes, account = train_rl.sample_step(run)
         waiting = run.extras["carry"].waiting
         assert len(groups) + len(waiting) == NUM_PROMPTS and sorted(outcomes) == [g.slot for g in groups]
-        assert len(groups) >= math.ceil(share * NUM_PROMPTS) and account["rounds"] == 1
+        assert len(groups) >= share * NUM_PROMPTS and account["rounds"] == 1
         assert max((w.age for w in waiting), default=0) <= max_age
         for group in [*groups, *(w.group for w in waiting)]:
             born.setdefault(group.prompt_index, step)
@@ -92,10 +89,14 @@ def test_every_group_is_trained_on_once_in_bounded_time(share, max_age):
     assert (share == 1) == (born.keys() == trained.keys())
 
 
-def test_completions_that_wait_keep_their_temperature():
-    configs = [make_config("carry.share=0.5", f"rollout.temperature={t}") for t in (1.0, 0.9)]
+@pytest.mark.parametrize("name, first, second", [
+    ("rollout.temperature", 1.0, 0.9), ("rollout.group_size", 8, 4), ("rollout.max_new_tokens", 64, 32),
+    ("carry.share", 0.5, "null"),
+])  # fmt: skip
+def test_stages_fit_completions_that_wait(name, first, second):
+    configs = [make_config("carry.share=0.5", f"{name}={value}") for value in (first, second)]
     base.load("carry").check_stages([configs[0], configs[0]])
-    with pytest.raises(ValueError, match="rollout.temperature"):
+    with pytest.raises(ValueError, match=name):
         base.load("carry").check_stages(configs)
 
 
