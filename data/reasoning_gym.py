@@ -30,6 +30,7 @@ from verifiers import reasoning_gym
 
 MAX_CONSTANT_FRAC = 0.15  # of a task's rows that one constant answer solves, without a warning [ours]
 MAX_ITEM_S = 20.0  # a generator that takes longer costs a row
+MAX_LATE = 2  # such rows, after which the task is refused
 DRAWS_PER_ROW = 5  # draws, for each wanted row, after which a task has no more prompts
 NUM_TRIED = 200  # rows on which constants are tried
 CONSTANTS = ("0", "1")  # tried besides the most frequent answers
@@ -90,6 +91,7 @@ def make_part(task: str, level: int | None, num: int, seed: int, prompts: set[st
     config = config_of(task, level)
     make, settings = reasoning_gym.load().factory.DATASETS[task]
     num_draws = DRAWS_PER_ROW * num
+    num_late = 0
     first = seed_of(seed, "reasoning_gym", task, str(level)) % (2**31)
     try:
         items = make(settings(**config | {"seed": first, "size": max(num_draws, 500)}))
@@ -107,6 +109,9 @@ def make_part(task: str, level: int | None, num: int, seed: int, prompts: set[st
                 check_reference(row["answer"])
         except Exception as error:  # of any type, from the code of 100 tasks
             part.failures[f"{type(error).__name__}: {error}"[:120]] += 1
+            num_late += isinstance(error, TimeoutError)
+            if num_late == MAX_LATE:
+                raise ValueError(f"the task {task}: {error}; take another difficulty") from error
             continue
         prompts.add(row["prompt"])
         part.rows.append(row)

@@ -176,6 +176,9 @@ def test_constants_repeats_and_failures_are_reported(monkeypatch, capsys, tmp_pa
     part = command.make_part("gcd", None, 5, 0, set())
     assert len(part.rows) == 5 and sum(part.failures.values()) == 2
     assert any("no solution" in reason for reason in part.failures)
+    monkeypatch.setattr(make, "__getitem__", lambda self, number: time.sleep(3000))
+    with pytest.raises(ValueError, match="gcd: the generator has not ended after 0.2 s; take another diff"):
+        command.make_part("gcd", None, 5, 0, set())
 
 
 @pytest.mark.parametrize(
