@@ -871,6 +871,18 @@ def places_of_sets(eval_sets: EvalSets, k: int) -> Iterator[tuple[str, range, sl
         start = end
 
 
+def groups_of(prompts: list[Prompt], indices: range) -> dict[str, list[int]]:
+    """Return {"difficulty_2": its rows among this rank's prompts, "task_lcm": ...}: 12 levels, 64 tasks."""
+    levels = sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]
+    tasks = sorted({p.task for p in prompts if p.task})[:64]
+    groups = [("difficulty", level, f"{level:g}") for level in levels]
+    groups += [("task", task, task.replace("/", "_")) for task in tasks]
+    return {
+        f"{name}_{label}": [row for row, i in enumerate(indices) if getattr(prompts[i], name) == value]
+        for name, value, label in groups
+    }
+
+
 def evaluation_metrics(
     completions: list[Completion], verdicts: list[Verdict], eval_sets: EvalSets, config: Config
 ) -> dict[str, float]:
@@ -893,10 +905,9 @@ def evaluation_metrics(
             right = right.view(-1, 1 + k)[:, 1:]  # [prompts, k]
             sums[f"eval/{name}/avg_at_{k}"] = (scores[:, 1:].mean(1).sum().item(), len(indices))
             sums[f"eval/{name}/pass_at_{k}"] = (right.any(1).sum().item(), len(indices))
-        for level in sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]:
-            rows = [row for row, i in enumerate(indices) if prompts[i].difficulty == level]
+        for group, rows in groups_of(prompts, indices).items():
             greedy = [scores[row, 0].item() for row in rows]
-            sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
+            sums[f"eval/{name}/accuracy_{group}"] = (sum(greedy), len(greedy))
         num_tokens = sum(completion.num_sampled for completion in set_completions)
         sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(set_verdicts))
         num_failed = sum(verdict.failed for verdict in set_verdicts)

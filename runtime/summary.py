@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from runtime.checkpoint import TrainState
 
 DIFFICULTY = "accuracy_difficulty_"  # a metric's name ends in this and the level, for example _3
+TASK = "accuracy_task_"  # the same for tasks
 
 
 def figure(value: float | None, form: str) -> str:
@@ -63,6 +64,8 @@ def write_summary(
         "gpu_memory": gpu_memory,
         "accuracy_by_difficulty_before": by_difficulty(first_eval),
         "accuracy_by_difficulty_after": by_difficulty(last_eval),
+        "accuracy_by_task_before": by_task(first_eval),
+        "accuracy_by_task_after": by_task(last_eval),
     }
     for name in ("mismatch_k3", "mismatch_routes", "mismatch_ess", "length_error"):
         values = [row[name] for row in rows if name in row]
@@ -98,6 +101,16 @@ def by_difficulty(evaluation: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in evaluation.items() if f"/{DIFFICULTY}" in name}
 
 
+def by_task(evaluation: dict[str, float]) -> dict[str, float]:
+    """Return {task: accuracy} of an evaluation, as means over the sets that have the task."""
+    values: dict[str, list[float]] = {}
+    for name, value in evaluation.items():
+        leaf = name.rpartition("/")[2]
+        if leaf.startswith(TASK):
+            values.setdefault(leaf.removeprefix(TASK), []).append(value)
+    return {task: sum(of_sets) / len(of_sets) for task, of_sets in values.items()}
+
+
 def print_summary(run_dir: Path) -> None:
     """Print the summary of a finished run, from run_dir/summary.json."""
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -113,12 +126,11 @@ def print_summary(run_dir: Path) -> None:
     for name, report in summary.get("references", {}).items():
         if report["warning"]:
             print(f"    warning: {name}: {report['warning']}")
-    first_by_difficulty, last_by_difficulty = (
-        summary[f"accuracy_by_difficulty_{when}"] for when in ("before", "after")
-    )
-    for name in first_by_difficulty | last_by_difficulty:
-        values = figure(first_by_difficulty.get(name), "6.3f"), figure(last_by_difficulty.get(name), ".3f")
-        print(f"    difficulty {name.rpartition(DIFFICULTY)[2]:<16} {' -> '.join(values)}")
+    for kind in ("difficulty", "task"):
+        first, last = (summary.get(f"accuracy_by_{kind}_{when}", {}) for when in ("before", "after"))
+        for name in first | last:
+            label = f"{kind} {name.rpartition(DIFFICULTY)[2]}"
+            print(f"    {label:<27} {figure(first.get(name), '6.3f')} -> {figure(last.get(name), '.3f')}")
     if idle := summary.get("steps_without_gradient"):
         print(f"  steps without gradient       {idle:6}   of {summary['num_steps']}, which taught nothing")
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")

@@ -118,7 +118,7 @@ def test_bootstrap_intervals_and_labels_of_difficulties():
 
 def test_figures_by_source_and_difficulty_add_up_and_are_printed():
     rows = [
-        row(p, s, (p * s) % 3 == 1, source="ab"[p % 2], difficulty=[1, 2, None][p % 3])
+        row(p, s, (p * s) % 3 == 1, source="ab"[p % 2], difficulty=[1, 2, None][p % 3], task="mn"[p % 2])
         for p in range(12) for s in range(5)
     ]  # fmt: skip
     figures = all_figures(rows, 0)
@@ -127,6 +127,7 @@ def test_figures_by_source_and_difficulty_add_up_and_are_printed():
     assert sum(n * mean for n, mean in sources) / 12 == pytest.approx(figures["all"]["avg_at_4"]["mean"])
     rewards = [r["reward"] for r in rows if r["difficulty"] == 2 and r["sample"] > 0]
     assert figures["difficulty"]["2"]["num_prompts"] == 4
+    assert list(figures["task"].values()) == list(figures["source"].values())
     assert figures["difficulty"]["2"]["avg_at_4"]["mean"] == pytest.approx(np.mean(rewards))
     assert f"{figures['all']['pass_at_4']['mean']:.3f}" in table_text(figures)
     assert "avg@" not in table_text(all_figures([r for r in rows if r["sample"] == 0], 0))

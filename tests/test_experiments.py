@@ -26,13 +26,14 @@ from transformers import Qwen3MoeConfig
 import moe_model
 from configure import load_config
 from data import tiny
+from data.prompts import Prompt
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
 from experiments.bench import gpu_kernels, gpu_runs
 from experiments.bench.common import read_results, spread, write_results
 from experiments.bench.gpu import MODES
 from experiments.record import record
-from lifecycle import conditions_of
+from lifecycle import conditions_of, groups_of
 from runtime import summary
 from runtime.checkpoint import TrainState
 from tests import preloaded
@@ -442,6 +443,7 @@ def test_a_summary_lists_difficulties_of_sets_of_any_name_and_trivial_references
     account = {f"prompts_{kind}": 0 for kind in kinds}
     account |= {f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")}
     figures = {"accuracy": 0.5, "avg_at_8": 0.25, "accuracy_difficulty_2.5": 0.75, "cut_at_turns_frac": 0.1}
+    figures["accuracy_task_lcm"] = 0.25  # a mean over the sets
     names = ("difficulty", "high-difficulty_8")
     found = {f"eval/{name}/{leaf}": value for name in names for leaf, value in figures.items()}
     (tmp_path / "metrics.jsonl").write_text("")
@@ -458,6 +460,15 @@ def test_a_summary_lists_difficulties_of_sets_of_any_name_and_trivial_references
     assert [line[:2] for line in lines if "constant" in line] == [["warning:", "eval/a:"]]
     expected = ["difficulty", "2.5", "0.750", "->", "0.750"]
     assert [line for line in lines if line[:1] == ["difficulty"]] == [expected, expected]
+    assert ["task", "lcm", "0.250", "->", "0.250"] in lines
+
+
+def test_an_evaluation_groups_its_prompts_by_level_and_task():
+    """The second rank has the prompts 1 and 3; a long text in the column is no task."""
+    tasks = ["a/b", "lcm", 5, "lcm" * 20]
+    prompts = [Prompt("", "", "", "", i % 2, columns={"task": task}) for i, task in enumerate(tasks)]
+    expected = {"difficulty_0": [], "difficulty_1": [0, 1], "task_a_b": [], "task_lcm": [0]}
+    assert groups_of(prompts, range(1, 4, 2)) == expected
 
 
 FIRST = {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.5, "eval/b/accuracy_difficulty_2": 0.5}

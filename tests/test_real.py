@@ -30,41 +30,57 @@ def test_finished_phases_are_skipped_and_their_seconds_are_kept(tmp_path):
     assert list(real.Phases(tmp_path).seconds) == ["check"]  # a failed phase runs again
 
 
-def test_an_evaluation_takes_the_rollout_settings_of_its_run(tmp_path, monkeypatch):
-    rollout = {"max_new_tokens": 77, "dtype": "float32", "kv_cache_gib": 0.5}
-    (tmp_path / "config.yaml").write_text(json.dumps({"rollout": rollout | {"dtype": "auto"}}))
+@pytest.mark.parametrize("chat", ["never", "always"])
+def test_an_evaluation_takes_the_settings_of_its_run(chat, tmp_path, monkeypatch):
+    """After tasks the model also answers instructions, so that its texts can be measured."""
+    rollout = {"max_new_tokens": 77, "dtype": "auto", "kv_cache_gib": 0.5, "temperature": 0.7, "stop": ["\n"]}
+    data = {"chat": chat, "answer_prefix": "\nAnswer:", "eval": [{"path": "held_out.jsonl"}]}
+    config = {"rollout": rollout, "data": data, "reward": {"binary": True}, "eval": {"num_samples": 4}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
     (tmp_path / "versions.json").write_text(json.dumps({"rollout_dtype": "float32"}))
     commands = []
     monkeypatch.setattr(real, "call", lambda *command: commands.append(list(command)))
-    real.evaluate(tmp_path / "model", tmp_path / "after_completions.jsonl")
-    for option, value in (("--max-new-tokens", 77), ("--dtype", "float32"), ("--kv-cache-gib", 0.5)):
-        assert commands[0][commands[0].index(option) + 1] == value
+    real.evaluate(tmp_path / "model", tmp_path, "after")
+    expected = {
+        "--max-new-tokens": 77, "--dtype": "float32", "--kv-cache-gib": 0.5, "--samples": 4,
+        "--temperature": 0.7, "--data": "held_out.jsonl",
+        "--completions": tmp_path / "after_completions.jsonl",
+    }  # fmt: skip
+    assert {option: commands[-1][commands[-1].index(option) + 1] for option in expected} == expected
+    settings = {'data.answer_prefix="\\nAnswer:"', 'rollout.stop=["\\n"]', "reward.binary=true"}
+    assert settings < set(commands[-1])
+    assert len(commands) == (2 if chat == "never" else 1)
 
 
 def test_a_small_disk_is_refused_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "DISK_BYTES", 1e18)
     monkeypatch.setattr(real, "MEMORY_BYTES", 0)
     with pytest.raises(ValueError, match="run.dir"):
-        real.announce(tmp_path)
+        real.announce(tmp_path, 25)
 
 
 def test_little_memory_is_refused_before_a_download(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "MEMORY_BYTES", 1e18)
     with pytest.raises(ValueError, match="GB of memory"):
-        real.announce(tmp_path)
+        real.announce(tmp_path, 25)
 
 
-def test_the_report_shows_texts_and_figures_of_both_models(tmp_path):
-    for name, row in (("before", BEFORE), ("after", AFTER)):
-        (tmp_path / f"{name}_completions.jsonl").write_text(json.dumps(row) + "\n")
+def write_run(folder, rows):
+    """Write what the phases of a run leave; rows: {"before": rows, "after": rows}."""
+    for name, of_name in rows.items():
+        (folder / f"{name}_completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_name))
     quality = dict.fromkeys(LABELS, 0.25)
-    (tmp_path / "quality.json").write_text(json.dumps({"before": quality, "after": quality}))
+    (folder / "quality.json").write_text(json.dumps({"before": quality, "after": quality}))
     summary = {
         "accuracy_before": 0.6, "num_steps": 3, "generated_tokens": 99, "peak_rss_bytes": 2**34,
         "seconds_by_phase": {"rollout": 60.0, "log": 0.1},
     }  # fmt: skip
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    (tmp_path / "versions.json").write_text('{"commit": "c0ffee"}')
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "versions.json").write_text('{"commit": "c0ffee"}')
+
+
+def test_the_report_shows_texts_and_figures_of_both_models(tmp_path):
+    write_run(tmp_path, {"before": [BEFORE], "after": [AFTER]})
     data = real.record_of(tmp_path)
     assert data["versions"] == {"commit": "c0ffee"} and "4-bit" in data["summary"]["start"]
     assert (data["summary"]["accuracy_before"], data["summary"]["accuracy_after"]) == (0, 1)
@@ -76,11 +92,42 @@ def test_the_report_shows_texts_and_figures_of_both_models(tmp_path):
         "Tea, tea.",
         "A cup of tea",
         "Write about tea.",
-        "| `punctuation:no_comma` | 1 | 0 | 1 |",
-        "| `startend:quotation` | 1 | 1 | 1 |",
     ):
         assert words in report
     assert report.count("```") == 4  # the fence in a text opens no block
+
+
+def test_a_gain_on_a_task_counts_above_the_best_constant(tmp_path, capsys):
+    """Two prompts of gcd with equal references and one of lcm; a greedy completion and two samples each."""
+    answers = {0: ("gcd", "4"), 1: ("gcd", "4"), 2: ("lcm", "12")}
+
+    def rows(rewards):
+        return [
+            ROW | {"prompt_index": index, "task": task, "sample": sample, "temperature": float(sample > 0),
+                   "kind": "reasoning_gym", "messages": None, "completion": f"{task} {sample}",
+                   "reward": reward, "answer": json.dumps({"task": task, "answer": answer, "metadata": {}})}
+            for (index, (task, answer)), of_prompt in zip(answers.items(), rewards)
+            for sample, reward in enumerate(of_prompt)
+        ]  # fmt: skip
+
+    write_run(tmp_path, {"before": rows([(0, 1, 0), (0, 0, 0), (0, 0, 0)]), "after": rows([(1, 1, 1)] * 3)})
+    data = real.record_of(tmp_path)
+    summary = data["summary"]
+    assert summary["accuracy_by_task_before"] == {"gcd": 0, "lcm": 0}
+    assert summary["pass_at_1_by_task_before"] == {"gcd": 0.25, "lcm": 0}
+    assert summary["best_constant_by_task"] == {"gcd": 1, "lcm": 1}
+    assert summary["pass_at_1_before"] == pytest.approx(1 / 6) and summary["pass_at_1_after"] == 1
+    assert real.task_lines(data)[2:] == [
+        "| `gcd` | 2 | 1.00 | 0.25 | 1.00 | 1.00 | 0.00 |",
+        "| `lcm` | 1 | 1.00 | 0.00 | 1.00 | 1.00 | 0.00 |",
+    ]
+    assert [text["before"]["completion"] for text in data["texts"]] == ["gcd 0", "lcm 0"]
+    real.write_aside(tmp_path / "record.json", json.dumps(data))
+    real.main(
+        real.parse_args(["--collect", str(tmp_path), str(tmp_path), "--json", str(tmp_path / "seeds.json")])
+    )
+    assert "3 held-out prompts, 2 seeds" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "seeds.json").read_text())) == 2
 
 
 def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
@@ -93,10 +140,3 @@ def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
     with pytest.raises(ValueError, match="gpt2"):
         smollm2.convert(tmp_path / "model.gguf", tmp_path / "model")
     assert not (tmp_path / "model").exists()
-
-
-def test_a_text_without_words_keeps_no_instruction():
-    """Its verdict names no instruction, because there is nothing to judge."""
-    empty = ROW | {"completion": "", "reward": 0.0, "status": "no_answer", "detail": ""}
-    expected = {"startend:quotation": [2, 3], "punctuation:no_comma": [1, 3]}
-    assert real.kept_by_check([BEFORE, AFTER, empty]) == expected

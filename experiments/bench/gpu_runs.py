@@ -22,7 +22,7 @@ from experiments.bench.gpu_engine import model_of_size, models
 from experiments.bench.gpu_kernels import SIZES, Piece, Report, die_with_parent, flops_per_token
 
 TINY = "experiments/environments/tiny.yaml"
-REAL = "experiments/environments/real.yaml"
+REAL = "experiments/environments/real_instructions.yaml"
 ON_CPU = (
     "model.dtype=float32", "rollout.dtype=float32", "rollout.sleep_level=0", "rollout.kv_cache_gib=0.05",
     "rollout.prompts_per_step=4", "rollout.max_new_tokens=8", "train.num_steps=4",
