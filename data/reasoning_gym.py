@@ -55,11 +55,8 @@ class Part:
 def levels_of(task: str) -> int:
     """Return the number of levels of a task; 0: the task has none."""
     curriculum = reasoning_gym.load().factory.CURRICULA.get(task)
-    return (
-        max((len(attribute.levels) for attribute in curriculum().attributes.values()), default=0)
-        if curriculum
-        else 0
-    )
+    attributes = curriculum().attributes.values() if curriculum else ()
+    return max((len(attribute.levels) for attribute in attributes), default=0)
 
 
 def config_of(task: str, level: int | None) -> dict:
@@ -224,27 +221,17 @@ def list_tasks() -> list[str]:
     lines = []
     for task in sorted(reasoning_gym.load().factory.DATASETS):
         reason = reasoning_gym.refusal(task)
-        lines.append(
-            reason or f"{task}: {f'levels 0 to {levels_of(task) - 1}' if levels_of(task) else 'no levels'}"
-        )
+        levels = f"levels 0 to {levels_of(task) - 1}" if levels_of(task) else "no levels"
+        lines.append(reason or f"{task}: {levels}")
     return lines
 
 
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and write both sets."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data.reasoning_gym",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser("python -m data.reasoning_gym", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add(
-        "--tasks",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="tasks of reasoning-gym, with a level of its own as NAME:LEVEL",
-    )
+    add("--tasks", nargs="+", default=[], metavar="NAME", help="tasks, with a level of its own as NAME:LEVEL")
     add("--difficulty", nargs="+", type=int, default=[None], metavar="LEVEL",
         help="levels of the tasks without their own; left out: the default of the package")  # fmt: skip
     add("--rows", type=int, default=1000, help="training rows, over all tasks (default: %(default)s)")

@@ -359,9 +359,7 @@ def sample(engine, pool, interaction, tokenizer, tasks: list[Task], args, settin
             answer = tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
             fields = {**prompt.fields, **completion.fields}
             pool.submit(index, prompt.kind, answer, prompt.answer, fields, prefix=prompt.prefix)
-        progress.update(
-            int(os.environ["WORLD_SIZE"])
-        )  # an estimate: all ranks advance at about the same pace
+        progress.update(int(os.environ["WORLD_SIZE"]))  # an estimate: ranks advance at about the same pace
 
     prompts = [task.prompt for task, _, _ in jobs]
     episodes = interaction.episodes(requests, prompts) if interaction else None
@@ -588,9 +586,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--model", type=Path, help="folder of a checkpoint, an export or a run; or a name on the hub")
     add("--run", type=Path, nargs="+", help="instead of --model: folders of runs, or their *.jsonl files, "
         "to make the page of their completions, side by side")  # fmt: skip
-    add(
-        "--data", nargs="+", action="extend", default=[], help="prompt sets: files, hub names, or {path: ...}"
-    )
+    add("--data", nargs="+", action="extend", default=[], help="prompt sets: files, hub names, {path: ...}")
     add("--json", type=Path, help="file of the figures")
     add("--html", type=Path, help="file of the page")
     add("--completions", type=Path, help="file of all completions, JSONL (default: beside --json or --html)")
@@ -599,23 +595,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--template", help='text around each prompt, with "{prompt}" in it')
     add("--columns", help="names of the columns, for example '{prompt: problem, difficulty: level}'")
     add("--limit", type=int, help="use only the first rows of each set")
-    add(
-        "--chat",
-        choices=["auto", "always", "never"],
-        help="which prompts the chat template renders, see data.chat",
-    )
+    add("--chat", choices=["auto", "always", "never"], help="which prompts are rendered, see data.chat")
     add("--system-prompt", help="system message for rendered prompts that lack a system message")
     add("--max-new-tokens", type=int, default=512, help="limit of a completion (default: %(default)s)")
     add("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of sampling and bootstrap (default: %(default)s)")
     add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="of engine and trainer")
     add("--kv-cache-gib", type=float, help="GiB of keys and values per rank (default: chosen by vLLM)")
-    add(
-        "--max-num-seqs",
-        type=int,
-        default=256,
-        help="simultaneous completions per rank (default: %(default)s)",
-    )
+    add("--max-num-seqs", type=int, default=256, help="completions at once per rank (default: %(default)s)")
     add("--trainer-logprobs", action=argparse.BooleanOptionalAction, default=True,
         help="also compute entropies and log-probabilities by the trainer's policy")  # fmt: skip
     add("--micro-batch-tokens", type=int, default=16384, help="padded tokens per forward pass of the trainer")
@@ -868,7 +855,7 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_t
         say(f"{num_completions:,} completions of {len(tasks):,} prompts; starting vLLM")
         longest = max(
             len(task.prompt_ids) for task in tasks
-        )  # over all ranks, because ranks may share an engine
+        )  # of all ranks, because they may share an engine
         engine = RolloutEngine(folder, longest + settings.rollout.max_new_tokens, settings.rollout)
         engine.sync(weights_of(folder), policy_version=0)
         start = time.perf_counter()

@@ -230,14 +230,11 @@ def record_of(run_dir: Path) -> dict:
     summary["best_constant_by_task"] = {task: best_constant(rows)[1] for task, rows in sorted(tasks.items())}
     first = {rows[0]["prompt_index"] for rows in tasks.values()}
     shown = [pair for pair in pairs if pair[0]["prompt_index"] in first] or pairs[:NUM_TEXTS]
-    texts = [
-        {
-            "prompt": before["messages"][-1]["content"] if before["messages"] else before["prompt"],
-            "before": {name: before[name] for name in ("completion", "reward", "num_tokens")},
-            "after": {name: after[name] for name in ("completion", "reward", "num_tokens")},
-        }
-        for before, after in shown
-    ]
+    texts = []
+    for rows in shown:
+        prompt = rows[0]["messages"][-1]["content"] if rows[0]["messages"] else rows[0]["prompt"]
+        both = [{name: row[name] for name in ("completion", "reward", "num_tokens")} for row in rows]
+        texts.append({"prompt": prompt, "before": both[0], "after": both[1]})
     summary["start"] = START
     quality, versions = (
         json.loads((run_dir / name).read_text()) for name in ("quality.json", "versions.json")

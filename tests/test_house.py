@@ -364,16 +364,16 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 910,
     "words of Markdown, tests/campaign": 539,
     "words of Markdown, the root": 4750,
-    "lines of Python, data": 4720,
+    "lines of Python, data": 4705,
     "lines of Python, examples": 80,
-    "lines of Python, experiments": 10560,
+    "lines of Python, experiments": 10625,
     "lines of Python, extras": 1535,
     "lines of Python, kernels": 745,
-    "lines of Python, runtime": 5300,
-    "lines of Python, tests": 32600,
+    "lines of Python, runtime": 5285,
+    "lines of Python, tests": 32655,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 11500,
-    "lines of Python, verifiers": 3560,
+    "lines of Python, the root": 11512,
+    "lines of Python, verifiers": 3510,
 }
 
 
