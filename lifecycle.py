@@ -875,7 +875,7 @@ def groups_of(prompts: list[Prompt], indices: range) -> dict[str, list[int]]:
     """Return {"difficulty_2": its rows among this rank's prompts, "task_lcm": ...}: 12 levels, 64 tasks."""
     levels = sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]
     tasks = sorted({p.task for p in prompts if p.task})[:64]
-    groups = [("difficulty", level, f"{level:g}") for level in levels]
+    groups: list[tuple[str, object, str]] = [("difficulty", level, f"{level:g}") for level in levels]
     groups += [("task", task, task.replace("/", "_")) for task in tasks]
     return {
         f"{name}_{label}": [row for row, i in enumerate(indices) if getattr(prompts[i], name) == value]
