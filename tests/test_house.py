@@ -354,7 +354,7 @@ def test_two_stacks_never_share_a_folder(tmp_path):
 # ---- budgets: growth pays by deletion ----------------------------------------------------------------------
 BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
     "KB": 13700,
-    "files": 628,
+    "files": 626,
     "modules, the root": 17,
     "words of Markdown, docs": 25000,
     "words of Markdown, docs/silent_faults.md": 2950,
