@@ -1400,7 +1400,7 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
     """
     for name, parameter, values in weights_of(policy):
         first, count = local_experts(policy, parameter)
-        dtype = parameter.dtype
+        dtype = values.dtype
         if count and own_experts:
             yield from ((n, view.to(dtype)) for n, view in expert_slices(policy.config, name, values, first))
             continue

@@ -14,6 +14,7 @@ B [e, D, r] for down. These are PEFT's shapes for fused experts (target_paramete
 ranks of their experts.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -43,7 +44,6 @@ from moe_model import (
     num_experts_of,
     token_chunks,
 )
-from runtime.checkpoint import digest_of_weights
 from runtime.metrics import warn_once
 
 RANK_MULTIPLE = 8  # grouped products of CUDA need rows of 16 bytes: a smaller rank is padded with zeros
@@ -122,6 +122,11 @@ class Merged:
         """Return the shape of the merged tensor."""
         return self.weight.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype to send: the weight's, or the engine's if that is finer."""
+        return torch.promote_types(self.weight.dtype, self.adapters.engine_dtype)
+
     def __iter__(self) -> Iterator["Merged"]:
         """Yield the experts."""
         for parts in zip(self.weight.detach(), self.a.detach(), self.b.detach()):
@@ -136,8 +141,8 @@ class Merged:
     def to(self, dtype: torch.dtype) -> Tensor:
         """Compute the merged tensor in float32, some experts or rows at a time, and round it once.
 
-        Records in adapters.survival how much of the update D = s B A the engine gets, whose weights are
-        rounded: (<round(W + D) - round(W), D>, <D, D>). Their ratio is 0 if all weights round back to W.
+        Records in adapters.survival how much of the update D = s B A the engine gets, which rounds what it is
+        sent: (<round(W + D) - round(W), D>, <D, D>). Their ratio is 0 if all weights round back to W.
         """
         merged = torch.empty(self.shape, dtype=dtype, device=self.weight.device)
         exact = torch.promote_types(self.weight.dtype, torch.float32)
@@ -149,7 +154,7 @@ class Merged:
             delta = self.b[part].to(exact) @ a.to(exact) * self.adapters.scale
             total = weight + delta
             merged[part] = total
-            change = total.to(engine_dtype).to(exact) - weight.to(engine_dtype).to(exact)
+            change = merged[part].to(engine_dtype).to(exact) - weight.to(engine_dtype).to(exact)
             sums += torch.stack([(change * delta).sum(), (delta * delta).sum()]) / self.copies
         earlier = self.adapters.survival
         self.adapters.survival = sums if earlier is None else earlier + sums
@@ -189,14 +194,18 @@ def targets_of(config, hf_config) -> list[str]:
     return config.lora.targets or [target for target, shapes in shapes_of(hf_config).items() if shapes]
 
 
+def scale_of(rank: int, alpha: float, rslora: bool) -> float:
+    """Return s, the factor of B A x."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
 def adapt(
     policy: Policy, settings: LoraSettings, targets: list[str], engine_dtype: torch.dtype, seed: int
 ) -> None:
     """Freeze a policy and give adapters to its matrices; A depends on the seed and the weight's name."""
     policy.requires_grad_(False)
     assert settings.rank is not None
-    divisor = math.sqrt(settings.rank) if settings.rslora else settings.rank
-    policy.lora = Adapters(settings.alpha / divisor, engine_dtype)
+    policy.lora = Adapters(scale_of(settings.rank, settings.alpha, settings.rslora), engine_dtype)
     matrices = list(matrices_of(policy, targets))
     for module, path, name in matrices:
         add_adapter(policy, module, path, name, settings.rank, seed)
@@ -344,7 +353,7 @@ def save_adapter(policy: Policy, config, folder: Path, save: Callable = save_fil
 
 @torch.no_grad()
 def load_adapter(policy: Policy, folder: Path) -> None:
-    """Fill the adapters from a folder of save_adapter(); ValueError if their names or shapes differ."""
+    """Fill the adapters from a folder of save_adapter(); ValueError if names, shapes or scale differ."""
     num_experts = num_experts_of(policy.config)
     parameters: dict[str, Tensor] = {}  # by name in the file
     for name, merged in policy.merged.items():
@@ -367,6 +376,27 @@ def load_adapter(policy: Policy, folder: Path) -> None:
             f"lora.rank, lora.targets: {folder} has adapters of other matrices or another rank, first "
             f"{differing[0]}: restore the settings, or choose another run.dir"
         )
+    saved = json.loads((folder / CONFIG).read_text())
+    if scale_of(saved["r"], saved["lora_alpha"], saved["use_rslora"]) != policy.lora.scale:
+        raise ValueError(
+            f"lora.alpha, lora.rslora: the adapters in {folder} have lora_alpha {saved['lora_alpha']} and "
+            f"use_rslora {saved['use_rslora']}: restore the settings, which are a factor of the adapters"
+        )
+
+
+def digest_of_base(folder: Path) -> str:
+    """Hash 4 KiB in the middle of each tensor: a merge may have changed one kind of matrix alone."""
+    digest = hashlib.sha256()
+    for shard in moe_model.checkpoint_shards(folder):
+        with shard.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            digest.update(header)
+            for entry in json.loads(header).values():
+                begin, end = entry.get("data_offsets", (0, 0))
+                size = min(4096, end - begin)
+                file.seek(8 + len(header) + (begin + end - size) // 2)
+                digest.update(file.read(size))
+    return digest.hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -424,7 +454,7 @@ class LoraExtra(Extra):
         """Refuse a resume with other weights under the adapters."""
         recorded = launch.state.extras.setdefault("lora", {})
         path = launch.config.model.path
-        digest = digest_of_weights(moe_model.model_folder(path))
+        digest = digest_of_base(moe_model.model_folder(path))
         if recorded.get("base") not in (None, digest):
             raise ValueError(
                 f"model.path: the adapters of the checkpoint belong to other weights than those in {path}: "
@@ -466,8 +496,8 @@ class LoraExtra(Extra):
         kept, whole = (0.0, 0.0) if adapters.survival is None else adapters.survival.tolist()
         if kept < SMALLEST_SURVIVAL * whole:
             warn_once(
-                f"lora/merged_frac {kept / whole:.2f}: rounding to {adapters.engine_dtype} hides most of the "
-                "adapters from the engine: raise train.learning_rate or set rollout.dtype=float32"
+                f"lora/merged_frac is below {SMALLEST_SURVIVAL}: rounding to {adapters.engine_dtype} hides "
+                "most of the update: raise train.learning_rate or set rollout.dtype=float32"
             )
         return {"lora/merged_frac": (kept, whole)}
 

@@ -222,8 +222,11 @@ def adamw_engine(policy: moe_model.Policy, zero_stage: int, offload_optimizer: b
     return engine
 
 
-def take_step(engine, batch, step: int) -> float:
-    """Take an optimizer step of all ranks on the batch; return the norm of the gradient before clipping."""
+def take_step(engine, batch, step: int, replay: bool = False) -> float:
+    """Take an optimizer step of all ranks on the batch; return the norm of the gradient before clipping.
+
+    replay: the routes of an earlier forward pass, as with R3.
+    """
     world_size = dist.get_world_size()
     for rows in MICRO_BATCHES[world_size][dist.get_rank()]:
         if rows:
@@ -232,7 +235,12 @@ def take_step(engine, batch, step: int) -> float:
         else:
             packed = moe_model.pack([[0]], [[0]], "cpu")
             weights = torch.zeros(1)
-        logprobs, *_ = engine(packed)
+        routes = None
+        if replay:
+            with torch.no_grad():
+                *_, layer_ids, _ = engine.module(packed)
+            routes = moe_model.route_table(layer_ids, moe_model.num_experts_of(engine.module.config))
+        logprobs, *_ = engine(packed, replay_ids_TLK=routes)
         # DeepSpeed averages gradients over the ranks; this makes the sum over ranks a mean over all targets.
         loss = -(weights * logprobs).sum() * world_size / batch.num_targets
         engine.backward(loss, scale_wrt_gas=False)
@@ -585,6 +593,7 @@ LORA_CASES = {  # (model, expert-parallel size, ZeRO stage, offload, recompute l
     "bfloat16": ("moe", 2, 1, False, False, torch.bfloat16, ["experts", "attention"]),
     "bfloat16_zero_2": ("moe", 2, 2, True, True, torch.bfloat16, ["experts"]),
 }
+LORA_REPLAYED = ("ep_1", "zero_2", "offload", "granite")
 
 
 def lora(folder: Path) -> dict:
@@ -605,12 +614,13 @@ def lora(folder: Path) -> dict:
             dist.barrier()
             return load_file(place / "adapter" / extras.lora.TENSORS)
 
+        replay = name in LORA_REPLAYED
         engine = start(folder / name)
-        norms = [take_step(engine, tiny_batch(), 0)]
+        norms = [take_step(engine, tiny_batch(), 0, replay)]
         saved = folder / f"{name}_1"
         tensors_of(engine, saved)
         shard = copy.deepcopy(moe_model.optimizer_shard(engine))
-        norms.append(take_step(engine, tiny_batch(), 1))
+        norms.append(take_step(engine, tiny_batch(), 1, replay))
         sent = collect(moe_model.hf_tensors(engine.module))
         result = {"norms": norms, "sent": sent, "survival": engine.module.lora.survival, "shard": shard}
         result["frozen"] = collect((n, p) for n, p in engine.module.named_parameters() if "lora_" not in n)
@@ -619,7 +629,7 @@ def lora(folder: Path) -> dict:
         engine.destroy()
         engine = start(saved)
         moe_model.load_optimizer_shard(engine, shard)
-        take_step(engine, tiny_batch(), 1)
+        take_step(engine, tiny_batch(), 1, replay)
         result["resumed"] = tensors_of(engine, folder / f"{name}_resumed")
         engine.destroy()
         results[name] = result

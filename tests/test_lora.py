@@ -129,6 +129,42 @@ def test_the_reference_of_a_kl_penalty_is_the_model_without_adapters(one_rank):
     assert {p.data_ptr() for p in reference.parameters()} == {p.data_ptr() for p in policy.parameters()}
 
 
+@pytest.mark.parametrize("kind, replay", [("dense", False), ("moe", False), ("moe", True), ("mixtral", True)])
+def test_a_step_of_b_moves_the_weights_by_the_projected_gradient(kind, replay):
+    """By -rate dW P with P the projection on the rows of A, orthonormal here; P = 1 if A has full rank.
+
+    dW is the gradient of full training. Random routes are replayed as with R3.
+    """
+    full = policy_like(tiny_model(kind))
+    policy = adapted(kind, b_scale=0.0, rank=24, alpha=24.0)
+    for merged in policy.merged.values():
+        merged.a.data.copy_(torch.linalg.qr(merged.a.data.mT).Q.mT)
+    routes = torch.rand(len(packed_batch().input_ids), 3, 8).argsort(-1)[..., :3] if replay else None
+    for model in (full, policy):
+        backward(model(packed_batch(), replay_ids_TLK=routes)[0], tiny_batch())
+    num_full = 0
+    for name, merged in policy.merged.items():
+        projection = (merged.a.mT @ merged.a).detach()
+        num_full += torch.allclose(projection, torch.eye(len(projection[-1])), atol=1e-6)
+        merged.b.data.sub_(0.5 * merged.b.grad)
+        move = merged.to(torch.float32) - merged.weight
+        expected = -0.5 * full.get_parameter(name).grad @ projection
+        assert (move - expected).abs().max() < PARITY and expected.abs().max() > 1e-4, name
+    assert num_full > 0 or kind == "dense", "down_proj of the experts has 24 inputs"
+
+
+def test_a_finer_engine_gets_the_update_that_weights_in_bfloat16_would_round_away(capsys):
+    policy = adapted("moe", b_scale=1e-5).bfloat16()
+    for dtype, share in ((torch.bfloat16, 0.1), (torch.float32, 1.0)):
+        policy.lora.engine_dtype = dtype
+        policy.lora.survival = None
+        sent = dict(moe_model.hf_tensors(policy))
+        kept, whole = policy.lora.survival
+        assert kept / whole == pytest.approx(share, abs=0.1)
+        assert sent["model.layers.0.mlp.experts.down_proj"].dtype == dtype
+        assert sent["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
+
+
 # ---- Ranks -------------------------------------------------------------------------------------------------
 def save_starts(folder: Path) -> None:
     """Save the models, and for each case adapters that a policy of one process has made."""
@@ -245,15 +281,27 @@ def test_adapters_and_all_weights_do_not_resume_each_other(saved, rank, resume, 
 
 
 def test_adapters_of_other_matrices_or_of_another_base_are_refused(tmp_path):
-    lora.EXTRA.save(adapted("moe"), make_config("lora.rank=3"), tmp_path, lora.save_file)
-    for settings in ({"rank": 4}, {"targets": ["experts"]}):
-        with pytest.raises(ValueError, match="lora.rank, lora.targets"):
+    lora.EXTRA.save(adapted("moe"), make_config("lora.rank=3", "lora.alpha=6"), tmp_path, lora.save_file)
+    for settings, names in (
+        ({"rank": 4}, "lora.rank, lora.targets"), ({"targets": ["experts"]}, "lora.rank, lora.targets"),
+        ({"alpha": 12.0}, "lora.alpha"), ({"rslora": True}, "lora.alpha, lora.rslora"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=names):
             lora.EXTRA.load(adapted("moe", **settings), tmp_path)
-    folders = [tmp_path / name for name in ("one", "other")]
+    lora.EXTRA.load(adapted("moe"), tmp_path)
+    folders = [tmp_path / name for name in ("one", "one_expert", "other")]
     for seed, folder in enumerate(folders):
-        tiny_model("moe", seed).save_pretrained(folder)
+        tiny_model("moe", seed // 2).save_pretrained(folder)
+    (file,) = folders[1].glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.experts.6.up_proj.weight"][12, 16] += 1
+    lora.save_file(tensors, file, metadata={"format": "pt"})
     state = TrainState()
-    for folder, resume in ((folders[0], "auto"), (folders[0], "auto"), (folders[1], "weights")):
+    for folder, resume in (
+        (folders[0], "auto"),
+        (folders[0], "auto"),
+        *((f, "weights") for f in folders[1:]),
+    ):
         config = make_config(f"model.path={folder}", "lora.rank=3", f"checkpoint.resume={resume}")
         launch = SimpleNamespace(config=config, state=state)
         if folder == folders[0]:

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import assert_samples_are_the_trainers, logprob_distance, save_model, token_ids, trained
+from helpers import make_config
 from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
 from batch import Completion, Prefix, Request, Version
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from episodes import FORMATS, Call, Episodes, Extension
+from extras import lora
 from moe_model import hf_tensors, pack
 from rollout import RolloutEngine, TurnLine, set_vllm_environment, stops_of
 from settings import RolloutSettings
@@ -101,6 +103,27 @@ def test_a_sync_carries_every_kind_of_parameter(part, policy, engine, tokenizer)
     for version in (2, 3):  # a second sync of the same weights must not drift
         engine.sync(hf_tensors(policy), version)
         assert_samples_are_the_trainers(policy, requests, engine.generate(requests, version))
+
+
+def test_adapters_reach_the_engine_at_each_of_20_syncs(policy, engine, tokenizer):
+    """The trainer computes W x + s B A x, the engine (W + s B A) x: no error may add up over syncs."""
+    config = make_config("lora.rank=4", "rollout.dtype=float32")
+    weights = [parameter.clone() for parameter in policy.parameters()]
+    lora.EXTRA.adapt(policy, config)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
+    requests = requests_for(tokenizer, per_prompt=2)
+    packed = pack([request.prompt_ids for request in requests], [[5, 6, 7]] * len(requests), "cpu")
+    first = policy(packed)[0].detach()
+    for version in range(1, 21):
+        (-policy(packed)[0].mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.sync(hf_tensors(policy), version, hf_tensors(policy) if version % 5 == 0 else None)
+        if version % 5 == 0:
+            assert_samples_are_the_trainers(policy, requests, engine.generate(requests, version))
+    assert (policy(packed)[0] - first).mean() > 1.0, "20 steps move the policy"
+    frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+    assert all(map(torch.equal, frozen, weights)) and len(frozen) == len(weights)
 
 
 def test_logprobs_are_those_of_the_sampling_temperature(policy, engine, tokenizer):
