@@ -62,8 +62,8 @@ table. Paths in the comment are relative to the document.
   <!-- report: --runs runs.jsonl --parent grpo ... -->   Options of a table, see above; its note follows.
   <!-- report: module PACKAGE.MODULE FILE.json -->       Lines returned by MODULE.table_lines(data) for the
                                                          JSON file; MODULE:NAME calls NAME instead.
-  <!-- report: module PACKAGE.MODULE FILE.jsonl -->      The same for records: MODULE.measure(rows) makes the
-                                                         data from rows with MODULE.METRIC; a note follows.
+  <!-- report: closed COMMIT -->                         A table as it was at a commit, which has its program
+                                                         and its record.
   <!-- report: none, REASON -->                          A table that no record makes.
 --check reads all *.md files that git tracks or would add. A study with a declared.json must have declared its
 runs before they were made (experiments/declaration.py), with the settings that its tuning chose
@@ -95,7 +95,7 @@ from scipy import optimize, stats
 
 from experiments.bench import common
 from experiments.declaration import check_study
-from experiments.history import is_complete
+from experiments.history import content_at, is_complete
 from experiments.notes import Shown, notes_of
 from experiments.records import check_records, index_of
 from experiments.starts import all_problems
@@ -799,23 +799,29 @@ def find_tables(lines: list[str]) -> list[DocTable]:
     return tables
 
 
-def expected_lines(comment: str, folder: Path) -> list[str]:
-    """Make the lines of the table that a comment describes, for a document in this folder."""
+def expected_lines(comment: str, file: Path, header: str) -> list[str]:
+    """Make the lines of the table that a comment describes, for a document whose table has this header."""
     words = shlex.split(comment)
     if words[:1] == ["module"]:
         if len(words) != 3:
-            raise ValueError("expected `module PACKAGE.MODULE FILE.json` or FILE.jsonl")
+            raise ValueError("expected `module PACKAGE.MODULE FILE.json`")
         name, _, function = words[1].partition(":")
-        module = importlib.import_module(name)
-        make = getattr(module, function or "table_lines")
-        file = folder / words[2]
-        if file.suffix == ".json":
-            return make(common.read_results(file))
-        rows = read_rows([file], None, module.METRIC)
-        return [*make(module.measure(rows)), *note_of(rows, {row: row for row in rows}, Shown())]
+        make = getattr(importlib.import_module(name), function or "table_lines")
+        return make(common.read_results(file.parent / words[2]))
+    if words[:1] == ["closed"]:
+        return closed_lines(" ".join(words[1:]), file, header)
     args = table_options(comment)
-    table, rows, note = make_rows(args, folder)
+    table, rows, note = make_rows(args, file.parent)
     return [*markdown(table, args), *note]
+
+
+def closed_lines(commit: str, file: Path, header: str) -> list[str]:
+    """Return the lines of a document's table with this header at a commit."""
+    lines = content_at(commit, file.resolve().parent, file.name).decode().splitlines()
+    for table in find_tables(lines):
+        if table.stop > table.start and cells_of(lines[table.start]) == cells_of(header):
+            return lines[table.start : table.stop]
+    raise ValueError(f"the document has no table with these columns at commit {commit}")
 
 
 def table_options(comment: str) -> argparse.Namespace:
@@ -883,8 +889,10 @@ def check_table(table: DocTable, lines: list[str], file: Path, fix: bool) -> tup
     if re.match(r"none\b", table.comment):
         reason = table.comment.removeprefix("none").lstrip(", ")
         return ([] if reason else ["`none` needs a reason: `<!-- report: none, REASON -->`"]), 0
+    if table.comment.startswith("closed ") and not is_complete(file.parent):
+        return [], 0
     try:
-        expected = expected_lines(table.comment, file.parent)
+        expected = expected_lines(table.comment, file, "".join(lines[table.start : table.start + 1]))
     except (ValueError, OSError, ImportError, AttributeError, KeyError, TypeError) as error:
         return [f"the table cannot be made ({type(error).__name__}: {error})"], 0
     differences, num_figures = compare(lines[table.start : table.stop], expected)

@@ -353,23 +353,23 @@ def test_two_stacks_never_share_a_folder(tmp_path):
 
 # ---- budgets: growth pays by deletion ----------------------------------------------------------------------
 BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
-    "KB": 13700,
-    "files": 626,
+    "KB": 13400,
+    "files": 615,
     "modules, the root": 17,
     "words of Markdown, docs": 25000,
     "words of Markdown, docs/silent_faults.md": 2950,
-    "words of Markdown, experiments": 13900,
+    "words of Markdown, experiments": 13200,
     "words of Markdown, kernels": 655,
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 3920,
     "lines of Python, data": 4705,
     "lines of Python, examples": 80,
-    "lines of Python, experiments": 10625,
+    "lines of Python, experiments": 9605,
     "lines of Python, extras": 1545,
     "lines of Python, kernels": 738,
     "lines of Python, runtime": 5285,
-    "lines of Python, tests": 32740,
+    "lines of Python, tests": 32650,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 11512,
     "lines of Python, verifiers": 3510,
@@ -411,4 +411,4 @@ def test_the_tree_keeps_its_budgets():
                 if count > BUDGETS.get(name, 0)}  # fmt: skip
     assert not exceeded, "delete as much elsewhere, or argue for another budget in the commit"
     folders = [name for name in BUDGETS if name.startswith("lines of Python") and "tests" not in name]
-    assert sum(BUDGETS[name] for name in folders) <= 38000
+    assert sum(BUDGETS[name] for name in folders) <= 37000

@@ -11,7 +11,6 @@ from conftest import ROOT
 import train_rl
 from batch import LossInputs
 from experiments import run
-from experiments.bench.closed import VOCABULARY
 from experiments.studies.real_regime.recorded_gain import ALPHAS
 from experiments.studies.real_regime.recorded_gain import LENGTHS as BINS
 from settings import AlgorithmSettings
@@ -124,5 +123,7 @@ def test_the_script_can_be_repeated_after_its_export(tmp_path):
     assert subprocess.run([*script, "sum"], cwd=tmp_path, env=os.environ | settings).returncode != 0
     assert subprocess.run(script, cwd=tmp_path, env=os.environ | settings).returncode == 0
     assert {file.stem for file in study.glob("*.jsonl")} == {
-        f"{environment}_{rate}" for environment in VOCABULARY for rate in ("third", "own", "triple")
+        f"{environment}_{rate}"
+        for environment in ("instructions", "sums", "habits", "chains")
+        for rate in ("third", "own", "triple")
     }

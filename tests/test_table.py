@@ -572,6 +572,27 @@ def test_tables_of_modules(document, tmp_path, monkeypatch, capsys):
     assert file.read_text().endswith("| rows | s |\n|---|---|\n| sum | 3.8 |\n")
 
 
+def test_a_closed_table_is_that_of_its_commit(document, capsys):
+    """Its program and record have left the tree."""
+    root = document.parents[1]
+    file = root / "table" / "old.md"
+    table = "| rows | s |\n|---|---|\n| a | 1.2 |\n\n> Note: Undeclared."
+    file.write_text(f"| other |\n|---|\n| 1 |\n\n<!-- report: module gone.bench gone.json -->\n{table}\n")
+    git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@a"]
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "a"], check=True)
+    for closed, cells, message in (
+        ("HEAD", "1.2", None), ("HEAD", "1.3", "1.3 in the text, 1.2 in the record"),
+        ("0123456", "1.2", "0123456"),
+    ):  # fmt: skip
+        file.write_text(f"<!-- report: closed {closed} -->\n{table.replace('1.2', cells)}\n")
+        code, _, problems = check(capsys)
+        assert (code, len(problems)) == ((1, 1) if message else (0, 0))
+        assert not message or message in problems[0]
+    file.write_text(f"<!-- report: closed HEAD -->\n{table.replace('rows', 'row')}\n")
+    assert "no table with these columns" in check(capsys)[2][0]
+
+
 # ---- run.py with stubs in place of training ----------------------------------------------------------------
 STUB = """
 import json, sys, time, pathlib

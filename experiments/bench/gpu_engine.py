@@ -7,7 +7,6 @@ Engines have four layers of Qwen3-30B-A3B with all 128 experts. The pieces share
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench.common import torchrun
-from experiments.bench.gpu_kernels import NEEDS_GPU, SIZES, Piece, Report, make_policy, shell
+from experiments.bench.gpu_kernels import NEEDS_GPU, SIZES, Piece, Report, make_policy
 
 GIB = 2**30
 SEQUENCES = (8, 32, 64, 256)  # concurrent sequences; below 32 vLLM's FP8 uses a different kernel
@@ -300,10 +298,10 @@ def measure_mismatch(report: Report, pair: Pair) -> None:
     report.criteria["R3 takes the route mismatch to 0"] = others == 0
 
 
-def measure_rates(report: Report, pair: Pair, counts: tuple[int, ...] = SEQUENCES) -> None:
+def measure_rates(report: Report, pair: Pair) -> None:
     """Measure tokens per second by number of sequences, with and without capture; write greedy samples."""
     new_tokens = 6 if report.dry else NEW_TOKENS
-    counts = (2, 4) if report.dry else counts
+    counts = (2, 4) if report.dry else SEQUENCES
 
     def rate(requests: list, **options) -> float:
         tokens = sum(request.max_new_tokens for request in requests)
@@ -339,21 +337,6 @@ def bf16(report: Report) -> None:
     compare(report, "fp8")
 
 
-def eager(report: Report) -> None:
-    """Measure an FP8 engine without compilation and CUDA graphs, and compare it with `fp8`.
-
-    A compiled engine may quantise activations by other code than the kernel of compare_formats().
-    """
-    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
-    pair = Pair(report, fp8="simulate" if report.dry else "on", enforce_eager=True)
-    pair.sync(0)
-    measure_mismatch(report, pair)
-    measure_rates(report, pair, (8, 256))
-    compare(report, "fp8")
-    largest = report.figures.get("largest |dlogp| against `fp8`", 0.0)
-    report.on_gpu("graphs and eager agree to 0.1 nats", largest < 0.1)
-
-
 def compare(report: Report, name: str) -> None:
     """Add ratios of rates to another piece's, and differences of log-probabilities, if that piece has run."""
     files = [report.out / f"greedy_{each}.json" for each in (report.name, name)]
@@ -371,55 +354,6 @@ def compare(report: Report, name: str) -> None:
     ]
     report.figures[f"largest |dlogp| against `{name}`"] = max(differences, default=0.0)
     report.figures[f"mean |dlogp| against `{name}`"] = statistics.fmean(differences or [0.0])
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Between GPUs
-# ------------------------------------------------------------------------------------------------------------
-def exchange(report: Report) -> None:
-    """Measure collectives between all GPUs of this machine: bytes per second that a rank of a ring sends."""
-    num_ranks = 1 if report.dry else torch.cuda.device_count()
-    if num_ranks == 1 and not report.dry:
-        report.figures["collectives"] = "nothing to do: one GPU"
-        return
-    path = report.out / "exchange_ranks.json"
-    if report.dry:
-        exchange_rank(path, dry=True)
-    else:
-        command = [*torchrun(num_ranks), "-m", "experiments.bench.gpu_engine", path]
-        shell(command, report.out / "exchange_ranks.log")
-    for name, value in json.loads(path.read_text()).items():
-        report.figures[f"{name}, GB/s of {num_ranks} ranks"] = value / 1e9
-
-
-def exchange_rank(path: Path, dry: bool) -> None:
-    """Time the collectives on this rank; rank 0 writes the rates."""
-    import torch.distributed as dist
-
-    device = torch.device("cpu") if dry else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if not dry:
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if dry else "nccl")
-    num = (2**14 if dry else 2**28) // dist.get_world_size() * dist.get_world_size()
-    source, target = (torch.ones(num, dtype=torch.bfloat16, device=device) for _ in range(2))
-    shard = source[: num // dist.get_world_size()]
-    calls = {
-        "all to all": lambda: dist.all_to_all_single(target, source),
-        "all gather": lambda: dist.all_gather_into_tensor(target, shard),
-        "all reduce": lambda: dist.all_reduce(target),
-    }
-    size = dist.get_world_size()
-    sent = {"all to all": 1, "all gather": 1, "all reduce": 2}  # times (n - 1) / n of the bytes, in a ring
-    rates = {}
-    for name, call in calls.items():
-        times = []
-        for _ in range(6):
-            dist.barrier()
-            times.append(timed(call))
-        rates[name] = sent[name] * (size - 1) / size * 2 * num / min(times[1:])
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(rates))
-    dist.destroy_process_group()
 
 
 VLLM = ("vllm",)
@@ -441,14 +375,4 @@ PIECES = {
         SYNC: "0.4", SYNC_48: "3", AWAKE: "40: 24 of keys and values, 5.9 of weights",
         **dict(zip(RATES, ("1,500", "5,500", "32,000"))), **CAPTURE,
     }, 110, 1, VLLM),
-    "eager": Piece(eager, "FP8 with and without CUDA graphs samples from the same distribution", {
-        "largest |dlogp|": "0.05", f"{RATES[0]}: / that of `fp8`": "0.5",
-        f"{RATES[2]}: / that of `fp8`": "0.7",
-    }, 90, 1, VLLM),
-    "exchange": Piece(exchange, "collectives between GPUs", {
-        "all to all": "150 over NVLink", "all gather": "150", "all reduce": "150",
-    }),
 }  # fmt: skip
-
-if __name__ == "__main__":
-    exchange_rank(Path(sys.argv[1]), dry=False)

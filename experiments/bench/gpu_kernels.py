@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import torch
 
-from experiments.bench.common import ROOT, markdown, read_results, write_json
+from experiments.bench.common import ROOT, write_json
 
 NEEDS_GPU = "needs a GPU"
 LIMIT_S = 600  # default time limit of a piece, in seconds
@@ -127,6 +127,44 @@ def shell(command: list, log: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------------------
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)  # about a millisecond, in which Python queues the launches
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Return the peak of GPU memory during the call above the memory before; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        function()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    baseline = torch.cuda.memory_allocated()
+    function()
+    return torch.cuda.max_memory_allocated() - baseline
+
+
+def peak_flops(device: torch.device) -> float:
+    """Return the FLOP/s of a large square product, as a median of three."""
+    side, dtype = (2048, torch.float32) if device.type == "cpu" else (8192, torch.bfloat16)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    times = [seconds(lambda: a @ b, device) for _ in range(4)]
+    return 2 * side**3 / statistics.median(times[1:])
+
+
+# ------------------------------------------------------------------------------------------------------------
 # Kernels
 # ------------------------------------------------------------------------------------------------------------
 def tests(report: Report) -> None:
@@ -136,43 +174,6 @@ def tests(report: Report) -> None:
         shell([sys.executable, "-m", "pytest", "-q", "tests/test_kernels.py"], log)
         report.figures["pytest"] = next(line for line in log.read_text().splitlines() if " passed" in line)
     report.on_gpu("all pass, none is skipped", " skipped" not in report.figures.get("pytest", ""))
-
-
-def head(report: Report) -> None:
-    """Run the benchmark of the kernels at one vocabulary and check the criteria."""
-    sizes = ["--rows", 4096, 32768, "--vocab", 151936, "--hidden", 2048, 4096, "--repeats", 5]
-    if report.dry:
-        sizes = ["--rows", 64, "--vocab", 1000, "--hidden", 64, "--repeats", 1, "--fp8-shape", 256, 256]
-    path = report.out / "kernels_head.json"
-    from experiments.bench import kernels
-
-    kernels.main([*map(str, sizes), "--json", str(path)])
-    results = read_results(path)
-    report.figures |= {f"ceiling, {name}": value for name, value in results["ceilings"].items()}
-    for kind in ("naive", "chunked", "triton"):
-        errors = [max(r["errors"].values()) for r in results["head"] if r["errors"] and r["version"] == kind]
-        report.figures |= {f"largest error against float64, {kind}": max(errors)} if errors else {}
-        if errors and kind != "naive":  # naive rounds logits to bfloat16
-            report.criteria[f"errors below 1 %, {kind}"] = max(errors) < 1e-2
-    names = ("1.5 times chunked", "twice the floor", "1/10 of naive's memory", "FP8 at 80 % of a copy")
-    report.criteria |= dict.fromkeys(names, NEEDS_GPU)
-    if report.dry:
-        return
-    row = {(r["version"], r["rows"], r["hidden"]): r for r in results["head"]}
-    fused, chunked = (row[name, 32768, 4096] for name in ("triton", "chunked"))
-    few = row["naive", 4096, 4096]  # extrapolated, because the logits of 32,768 rows may not fit
-    naive_bytes = 8 * (few["peak_bytes"] - few["gradient_bytes"]) + fused["gradient_bytes"]
-    fused_s = statistics.median(fused["update_s"])
-    chunked_s = statistics.median(chunked["update_s"])
-    figures = {"chunked / triton": chunked_s / fused_s, "triton / floor": fused_s / fused["floor_s"]}
-    figures["memory / naive's"] = fused["peak_bytes"] / naive_bytes
-    copies = {
-        f"FP8 {r['operation']} of a copy": r["of_copy"] for r in results["fp8"] if r["version"] == "triton"
-    }
-    verdicts = (figures["chunked / triton"] >= 1.5, figures["triton / floor"] <= 2)
-    verdicts += (figures["memory / naive's"] <= 0.1, min(copies.values()) >= 0.8)
-    report.criteria |= dict(zip(names, verdicts))
-    report.figures |= figures | copies
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -271,8 +272,6 @@ class Work:
 
 def update(report: Report) -> None:
     """Time an update and the old-logprob pass at 30B's shapes; replay, checkpointing, memory, determinism."""
-    from experiments.bench.kernels import ceilings, seconds
-
     work = Work.make(report.dry)
     routes = policy_module().route_table(work.forward()[2], work.policy.config.num_experts)
     calls = {
@@ -287,7 +286,7 @@ def update(report: Report) -> None:
             report.figures[f"{name}, s"] = statistics.median(times[name][1:] or times[name])
     medians = {name: report.figures[f"{name}, s"] for name in calls}
     report.figures["R3 / live routes"] = medians["update, R3"] / medians["update"]
-    best = ceilings(work.device, torch.float32 if report.dry else torch.bfloat16, 3)["flops"]
+    best = peak_flops(work.device)
     report.figures["MFU, update"] = work.flops / medians["update"] / best
     report.figures["MFU, old-logprob pass"] = work.flops / 3 / medians["old-logprob pass"] / best
     gradient_spread(report, work)
@@ -314,8 +313,6 @@ def gradient_spread(report: Report, work: Work) -> None:
 
 def memory_of_update(report: Report, work: "Work | None" = None) -> None:
     """Compare the memory that an update adds to the weights with the plan, without and with checkpointing."""
-    from experiments.bench.kernels import peak_bytes
-
     work = work or Work.make(report.dry)
     work.policy.zero_grad(set_to_none=True)  # the memory before the call is that of the weights
     for parameter in work.policy.parameters():  # the plan counts gradients apart from activations
@@ -324,7 +321,7 @@ def memory_of_update(report: Report, work: "Work | None" = None) -> None:
         work.policy.activation_checkpointing = checkpointing
         name = "with checkpointing" if checkpointing else "without"
         planned_gib = planned_activations(policy_module(), work, checkpointing) / 2**30
-        gib = (peak_bytes(work.update, work.device) or 0) / 2**30
+        gib = peak_bytes(work.update) / 2**30
         report.figures[f"peak of an update, GiB, {name} / planned"] = [gib, planned_gib]
         share = gib / planned_gib
         report.on_gpu(f"the plan of memory holds within 30 %, {name}", 0.7 < share < 1.3)
@@ -336,8 +333,6 @@ def experts(report: Report) -> None:
     At the end a block is timed with both, and its experts with liger-kernel, if it is installed.
     """
     import triton
-
-    from experiments.bench.kernels import seconds
 
     work = Work.make(report.dry)
     moe_model = policy_module()
@@ -380,8 +375,6 @@ def head_update(work: Work, x_ND: torch.Tensor) -> None:
 
 def time_block(report: Report, work: Work, block: torch.nn.Module) -> None:
     """Time forward and backward of a block with both kernels, and of its experts with liger-kernel."""
-    from experiments.bench.kernels import seconds
-
     x_TD = torch.randn(work.tokens, work.policy.config.hidden_size).to(block.gate.weight).requires_grad_()
     for block.kernel in ("torch", "triton"):
         times = [seconds(lambda: block(x_TD)[0].sum().backward(), work.device) for _ in range(4)]
@@ -398,49 +391,6 @@ def time_block(report: Report, work: Work, block: torch.nn.Module) -> None:
     report.figures["block, liger-kernel, s"] = min(seconds(call, work.device) for _ in range(4))
 
 
-PASSES = {  # {computation: passes over rows [P, D], over rows [P, I]}, explained in docs/gpu.md
-    "torch": (31, 18), "triton": (6.25, 8), "liger": (2.25, 6),
-}  # fmt: skip
-WAYS = {  # {row of the table: (computation, TFLOP/s of the experts' products; None: as measured)}
-    "torch": ("torch", None), "triton": ("triton", None),
-    "liger-kernel, as published": ("liger", 275), "liger-kernel, with its open change": ("liger", 413),
-}  # fmt: skip
-
-
-def expected_lines(record: dict, num_layers: int = 48, h100_bandwidth: float = 3.35 / 4.8) -> list[str]:
-    """Return what an update of a deep model should take by computation of its experts, from an H200's record.
-
-    The record has an update of four layers and the share of each kind. Moving rows is bound by bytes, so its
-    time follows PASSES. Elementwise operations lose the passes of SwiGLU, at the same bytes per second. On an
-    H100 both take 1.4 times as long, and products as long.
-    """
-    update_s = record["update"]["report"]["figures"]["update, s"]
-    shares = record["profile"]["report"]["figures"]
-    pairs = 32768 * LAYER_30B["num_experts_per_tok"]
-    widths = (LAYER_30B["hidden_size"], LAYER_30B["moe_intermediate_size"])
-    row_bytes = [2 * pairs * width for width in widths]  # bfloat16
-    flops = 18 * pairs * widths[0] * widths[1]  # three matrices, forward and backward, of a layer
-    layer_s = {kind: update_s * share / 4 for kind, share in shares.items()}
-    head_s = 4 * layer_s.pop("head") / num_layers
-    elementwise = list(shares)[-1]
-    bytes_per_s = PASSES["torch"][0] * row_bytes[0] / layer_s["moving rows"]
-    rows = []
-    wholes = {}
-    for name, (way, rate) in WAYS.items():
-        of_way = dict(layer_s)
-        of_way["moving rows"] = PASSES[way][0] * row_bytes[0] / bytes_per_s
-        of_way[elementwise] -= (PASSES["torch"][1] - PASSES[way][1]) * row_bytes[1] / bytes_per_s
-        of_way["experts"] = flops / (rate * 1e12) if rate else layer_s["experts"]
-        slower = {"moving rows": 1 / h100_bandwidth, elementwise: 1 / h100_bandwidth}
-        h100_s = head_s + sum(seconds * slower.get(kind, 1) for kind, seconds in of_way.items())
-        wholes[name] = (head_s + sum(of_way.values()), h100_s)
-        shown = [of_way[kind] / wholes["torch"][0] for kind in ("moving rows", elementwise, "experts")]
-        faster = [base / whole for base, whole in zip(wholes["torch"], wholes[name])]
-        rows.append([name, *(f"{value:.2f}" for value in (*shown, *faster))])
-    header = ["experts", "moving rows", "elementwise", "products", "times as fast, H200", "H100"]
-    return markdown(header, rows)
-
-
 def planned_activations(moe_model, work: Work, checkpointing: bool) -> int:
     """Return the bytes that an update adds to the weights on one GPU, by memory_plan.memory_by_part()."""
     from memory_plan import memory_by_part  # after policy_module(), which replaces libraries that are missing
@@ -452,27 +402,8 @@ def planned_activations(moe_model, work: Work, checkpointing: bool) -> int:
     return extra_bytes(parts)["update"]
 
 
-def long(report: Report) -> None:
-    """Time an update on sequences of 16,384 tokens."""
-    from experiments.bench.kernels import seconds
-
-    work = Work.make(report.dry, length=16384)
-    work.policy.activation_checkpointing = True
-    times = [seconds(work.update, work.device) for _ in range(2 if report.dry else 4)]
-    report.figures |= {
-        "update, s": statistics.median(times[1:]),
-        "TFLOP/s": work.flops / min(times[1:]) / 1e12,
-    }
-    report.on_gpu("sequences of 16,384 tokens fit", True)
-
-
 PIECES = {
     "tests": Piece(tests, "the kernels' tests pass", {"pytest": "all pass, none skipped"}),
-    "head": Piece(head, "the fused head is fast, small and exact; FP8 rounding runs at a copy's speed", {
-        "ceiling, flops": "7e14", "ceiling, copy": "4.3e12", "largest error against float64, triton": "1e-4",
-        "chunked / triton": "1.2 at D = 4,096", "triton / floor": "1.6", "memory / naive's": "0.02",
-        "FP8": "0.8 or more",
-    }),
     "update": Piece(update, "four layers of Qwen3-30B-A3B update in the planned time and memory", {
         "update, s": "0.36: 32,768 tokens x 3.3 GFLOP at 40 % of 750 TFLOP/s",
         "update, R3, s": "as without, within 2 %", "R3 / live": "0.98 to 1.02",
@@ -481,9 +412,6 @@ PIECES = {
         "gradients over repeats, last": "0",
         "peak of an update, GiB, without": "as planned, within 30 %",
         "peak of an update, GiB, with": "as planned, within 30 %",
-    }),
-    "long": Piece(long, "the same on sequences of 16,384 tokens", {
-        "update, s": "0.6", "TFLOP/s": "260, recomputed layers not counted",
     }),
 }  # fmt: skip
 VISIT = {

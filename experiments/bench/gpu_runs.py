@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,14 @@ import torch
 
 from experiments.bench.common import ROOT
 from experiments.bench.gpu_engine import model_of_size, models
-from experiments.bench.gpu_kernels import SIZES, Piece, Report, die_with_parent, flops_per_token
+from experiments.bench.gpu_kernels import (
+    SIZES,
+    Piece,
+    Report,
+    die_with_parent,
+    flops_per_token,
+    peak_flops,
+)
 
 TINY = "experiments/environments/tiny.yaml"
 REAL = "experiments/environments/real_instructions.yaml"
@@ -100,16 +106,9 @@ def show_steps(report: Report, rows: list[dict], suffix: str = "") -> None:
     report.figures[f"score, first and last five steps{suffix}"] = ends
 
 
-def tiny(report: Report) -> None:
-    """Train the tiny model."""
-    settings = ["data.eval=[]", *(ON_CPU if report.dry else ["train.num_steps=200"])]
-    train(report, TINY, settings, partial(show_steps, report))
-    first, last = report.figures["score, first and last five steps"]
-    report.on_gpu("it learns: score up by 0.2", last > first + 0.2)
-
-
-def random_moe(report: Report, settings: list[str]) -> None:
-    """Train the random MoE of two billion parameters for six steps."""
+def moe_fp8(report: Report) -> None:
+    """Train a random MoE of two billion parameters for six steps with FP8 rollouts, replay and truncation."""
+    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
     size = SIZES["dry" if report.dry else "2B"]
     new_tokens = 512
     start = time.perf_counter()
@@ -130,27 +129,12 @@ def random_moe(report: Report, settings: list[str]) -> None:
         "rollout.sleep_level=2", "train.micro_batch_tokens=16384", "model.activation_checkpointing=true",
         "rollout.check_every=2",
         "zero_variance.rl_zvp=true",  # gradients from entropies, because a random model earns no reward
-        *settings, *(ON_CPU if report.dry else ()),
+        f"rollout.fp8={'simulate' if report.dry else 'on'}", "algorithm.router_replay=r3",
+        "algorithm.rollout_correction=token_tis", *(ON_CPU if report.dry else ()),
     ], show)  # fmt: skip
     report.criteria["it trains; parity and checksums hold"] = min(r["grad_norm"] for r in steps_of(rows)) > 0
     report.on_gpu("k3 KL below the gate of 0.015", report.figures["mismatch_k3"] < 0.015)
-    from experiments.bench.kernels import ceilings
-
-    dtype = torch.float32 if report.dry else torch.bfloat16
-    peak = ceilings(report.device, dtype, 1 if report.dry else 3)["flops"]
-    report.figures["MFU"] = report.figures["update, TFLOP/s"] * 1e12 / peak
-
-
-def moe(report: Report) -> None:
-    """Train the random MoE with bfloat16 rollouts and an automatic KV cache size."""
-    random_moe(report, ["rollout.kv_cache_gib=null"])
-
-
-def moe_fp8(report: Report) -> None:
-    """Train the random MoE with FP8 rollouts, replay and truncation."""
-    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
-    fp8 = f"rollout.fp8={'simulate' if report.dry else 'on'}"
-    random_moe(report, [fp8, "algorithm.router_replay=r3", "algorithm.rollout_correction=token_tis"])
+    report.figures["MFU"] = report.figures["update, TFLOP/s"] * 1e12 / peak_flops(report.device)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -271,14 +255,9 @@ def record(report: Report) -> None:
 
 
 TRAINER = ("vllm", "deepspeed")
-MOE = {"MFU": "0.2", "mismatch_k3": "0.001", "seconds/sync": "0.6", "update, TFLOP/s": "150"}
 PIECES = {
-    "tiny": Piece(tiny, "train_rl.py learns", {
-        "score": "0.3 to 0.9", "seconds/update": "0.1", "seconds/sync": "0.05",
-    }, 200, 1, TRAINER, 20),
-    "moe": Piece(moe, "two billion parameters train beside a bfloat16 engine", MOE, 200, 1, TRAINER),
-    "moe_fp8": Piece(moe_fp8, "two billion parameters train with FP8 rollouts, R3, TIS and sleep", MOE | {
-        "mismatch_k3": "below 0.005", "seconds/sync": "1.2",
+    "moe_fp8": Piece(moe_fp8, "two billion parameters train with FP8 rollouts, R3, TIS and sleep", {
+        "MFU": "0.2", "mismatch_k3": "below 0.005", "seconds/sync": "1.2", "update, TFLOP/s": "150",
     }, 150, 1, TRAINER),
     "real": Piece(real, "a pretrained model learns; R3 removes other experts", {
         "seconds_per_step": "1.5 (a guess)", "score, first": "up by 0.05 (a guess)",

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from data.chat import load_tokenizer
-from experiments.bench.common import TINY, model_folder, pyplot
+from experiments.bench.common import TINY, model_folder
 from tests.campaign.started import Started, start_trainer
 from tests.campaign.verdicts import LEFT_S, Failed, end_of
 from tests.random_judge import save_random_judge
@@ -131,7 +131,12 @@ def starts_of(file: Path) -> list[list[dict[str, float]]]:
 
 def draw(starts: list[list[dict[str, float]]], file: Path) -> None:
     """Draw memory, descriptors, threads, and the numbers of processes and files over steps."""
-    figure, panels = (plt := pyplot()).subplots(2, 2, figsize=(10, 6), sharex=True)
+    import matplotlib
+
+    matplotlib.use("Agg")  # needs no display
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(2, 2, figsize=(10, 6), sharex=True)
     names = {name: None for rows in starts for row in rows for name in row}
     for panel, ending in zip(panels.flat, ("MiB", "descriptors", "threads", ("processes", "/dev/shm"))):
         for number, name in enumerate(name for name in names if name.endswith(ending)):
