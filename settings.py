@@ -22,8 +22,17 @@ from extras.settings import CarrySettings, CenteringSettings, LoraSettings, Teac
 from runtime.config import Section, Switch, setting
 from verifiers.kinds import KINDS, functions_of, parts_of
 
+# Ranges of numbers
 Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+Count = Annotated[int, Field(ge=1)]
+CountOr0 = Annotated[int, Field(ge=0)]
+CountOrNull = Annotated[int | None, Field(ge=1)]
+TextOrNull = Annotated[str | None, Field(min_length=1)]
 
 
 # ============================================================================================================
@@ -47,65 +56,51 @@ class ZeroVarianceSettings(Section):
     history: bool = setting(
         False, "stage 1b: skip prompts whose record predicts a group without variance, see skip_rule"
     )
-    history_decay: float = setting(
+    history_decay: Fraction = setting(
         0.1,
         "factor of a prompt's earlier counts at each new visit; 0: only the last visit counts; 1: all count "
         "alike",
-        ge=0,
-        le=1,
     )
-    prior: float = setting(
+    prior: Positive = setting(
         0.2,
         "pseudo-counts of right and of wrong verdicts added to a record (Beta prior); below 0.5, most "
         "prompts are assumed to be nearly always or nearly never solved",
-        gt=0,
     )
-    explore_solved: float = setting(
-        0.1,
-        "approximate lower bound of the probability that a prompt with only right verdicts is sampled",
-        ge=0,
-        le=1,
+    explore_solved: Fraction = setting(
+        0.1, "approximate lower bound of the probability that a prompt with only right verdicts is sampled"
     )
-    explore_unsolved: float = setting(
-        0.1,
-        "approximate lower bound of the probability that a prompt with only wrong verdicts is sampled",
-        ge=0,
-        le=1,
+    explore_unsolved: Fraction = setting(
+        0.1, "approximate lower bound of the probability that a prompt with only wrong verdicts is sampled"
     )
-    retest_steps: int = setting(
+    retest_steps: CountOr0 = setting(
         200,
         "expire a prompt's record after this many steps, so that the prompt is sampled again; 0: records "
         "never expire",
-        ge=0,
     )
     skip_rule: Literal["expected", "consecutive"] = setting(
         "expected",
         "rule by which history skips a prompt. expected: by the probability that the next group has zero "
         "variance. consecutive: by the number of consecutive visits with zero variance (GRESO).",
     )
-    target_solved: float = setting(
+    target_solved: Fraction = setting(
         1 / 12,
         "GRESO: explore solved prompts less after a step with at least this fraction of all-right groups, "
         "else more",
-        ge=0,
-        le=1,
     )
-    target_unsolved: float = setting(
+    target_unsolved: Fraction = setting(
         1 / 6,
         "GRESO: explore unsolved prompts less after a step with at least this fraction of all-wrong groups, "
         "else more",
-        ge=0,
-        le=1,
     )
-    probe_size: int = setting(
-        0, "stage 1c: completions of each group that are sampled first, for example 4 of 8; 0: no probe", ge=0
+    probe_size: CountOr0 = setting(
+        0, "stage 1c: completions of each group that are sampled first, for example 4 of 8; 0: no probe"
     )
-    probe_stop_prob: float = setting(
-        0.9, "stage 1c: stop a group after its probe if zero variance is at least this probable", gt=0
+    probe_stop_prob: Positive = setting(
+        0.9, "stage 1c: stop a group after its probe if zero variance is at least this probable"
     )
     rl_zvp: bool = setting(False, "stage 3: give groups without variance RL-ZVP advantages")
-    rl_zvp_coef: float = setting(
-        0.1, "stage 3: alpha of RL-ZVP, the factor of the tokens' entropies in the advantages", gt=0
+    rl_zvp_coef: Positive = setting(
+        0.1, "stage 3: alpha of RL-ZVP, the factor of the tokens' entropies in the advantages"
     )
     drop: bool = setting(
         False, "for comparison: leave groups without variance out of the update (DAPO's filter)"
@@ -123,11 +118,10 @@ class ZeroVarianceSettings(Section):
         "number of prompts in a round of refill. missing: one per missing group. adaptive: more, in "
         "proportion to the last round's zero-variance fraction; surplus groups are dropped (GRESO).",
     )
-    max_rounds: int = setting(
+    max_rounds: Count = setting(
         4,
         "most sampling rounds of a step that take new prompts; afterwards one round may complete probed "
         "groups, and the batch may stay short",
-        ge=1,
     )
 
 
@@ -184,12 +178,12 @@ class AlgorithmSettings(Section):
         "(GMPO). none: no clip.",
         hint="SAPO, DPPO, VESPO and your own are plug-ins: algorithm.gain, docs/plugins.md",
     )
-    clip_eps_low: float = setting(0.2, "clip ratios below 1 - clip_eps_low", gt=0, le=1)
-    clip_eps_high: float = setting(0.2, "clip ratios above 1 + clip_eps_high", gt=0)
+    clip_eps_low: PositiveFraction = setting(0.2, "clip ratios below 1 - clip_eps_low")
+    clip_eps_high: Positive = setting(0.2, "clip ratios above 1 + clip_eps_high")
     clip_cap: float | None = setting(
         None, "upper bound on the ratio for tokens with A < 0 (dual clip); null: no bound", gt=1
     )
-    entropy_clip_coef: float = setting(0.02, "alpha of ESPO's entropy-adaptive clip", gt=0)
+    entropy_clip_coef: Positive = setting(0.02, "alpha of ESPO's entropy-adaptive clip")
     entropy_clip_form: Literal["token_group_mean", "over_token_groups", "over_tokens"] = setting(
         "token_group_mean",
         "reading of ESPO eq. 8. token_group_mean: the mean entropy of the token group. over_token_groups: "
@@ -212,8 +206,8 @@ class AlgorithmSettings(Section):
         "the mean of the group (Dr.GRPO).",
         hint="MaxRL, RLOO, GDPO, batch_std and your own are plug-ins: algorithm.advantage, docs/plugins.md",
     )
-    tie_band: float = setting(
-        0.0, "treat rewards that are this close to the group's mean as ties with advantage 0; 0: off", ge=0
+    tie_band: NonNegative = setting(
+        0.0, "treat rewards that are this close to the group's mean as ties with advantage 0; 0: off"
     )
     correctness_guard: bool = setting(
         False,
@@ -227,11 +221,11 @@ class AlgorithmSettings(Section):
         "product over the completion, truncated. token_mask, sequence_mask: the weight is 0 outside of "
         "[floor, cap]. geometric_mask: 0 if the completion's geometric mean lies outside, else 1.",
     )  # fmt: skip
-    rollout_correction_cap: float = setting(
-        2.0, "upper bound of the importance weight: tis truncates to it, a mask excludes above it", gt=0
+    rollout_correction_cap: Positive = setting(
+        2.0, "upper bound of the importance weight: tis truncates to it, a mask excludes above it"
     )
-    rollout_correction_floor: float = setting(
-        0.0, "lower bound of the importance weight, used like the upper one; 0: no bound", ge=0
+    rollout_correction_floor: NonNegative = setting(
+        0.0, "lower bound of the importance weight, used like the upper one; 0: no bound"
     )
     old_policy: OldPolicy = setting(
         "trainer",
@@ -243,30 +237,26 @@ class AlgorithmSettings(Section):
         "experts that the trainer's forward pass uses. off: the live router's choice. r2: replay the routes "
         "recorded in the old-logprob pass (that pass uses the live router). r3: replay the engine's routes.",
     )
-    mismatch_gate: float = setting(
+    mismatch_gate: NonNegative = setting(
         0.015,
         "warn if the k3 KL between trainer and engine exceeds this threshold, in nats; 0: no gate",
         on_resume="free",
-        ge=0,
     )
-    mismatch_patience: int = setting(
+    mismatch_patience: CountOr0 = setting(
         10,
         "stop the run after this many consecutive steps above mismatch_gate or skew_gate; 0: never stop",
         on_resume="free",
-        ge=0,
     )
-    skew_gate: float = setting(
+    skew_gate: NonNegative = setting(
         0.0,
         "warn if the absolute value of the metric skew_positive or skew_negative exceeds this threshold, for "
         "example 0.01; 0: no gate",
         on_resume="free",
-        ge=0,
     )
-    kl_coef: float = setting(
+    kl_coef: NonNegative = setting(
         0.0,
         "beta of the KL penalty (k3) to the initial policy; 0: no reference model is loaded",
         per_stage="largest",
-        ge=0,
     )
     gain: str | None = setting(
         None,
@@ -301,31 +291,28 @@ MICRO_BATCH_SIZES = (4096, 2048, 1024, 512)  # on CPUs; larger micro-batches are
 class TrainSettings(Section):
     """Length of a run, optimizer, and the composition of an update."""
 
-    num_steps: int = setting(
-        200, "number of steps; a step is one rollout and its updates", on_resume="free", ge=1
+    num_steps: Count = setting(
+        200, "number of steps; a step is one rollout and its updates", on_resume="free"
     )
-    max_generated_tokens: int | None = setting(
+    max_generated_tokens: CountOrNull = setting(
         None,
         "stop after this many tokens over all ranks: generated tokens, plus tokens that an extra charges "
         "(teacher.token_cost); null: no limit",
         on_resume="free",
-        ge=1,
     )
-    minibatches_per_step: int = setting(
+    minibatches_per_step: Count = setting(
         1,
         "split each rollout into this many minibatches of whole groups, with one update each; above 1, later "
         "updates are off-policy",
         per_stage=True,
-        ge=1,
     )
-    micro_batch_tokens: int | None = setting(
+    micro_batch_tokens: CountOrNull = setting(
         None,
         "padded tokens per forward pass and rank, for example 1024; a longer row has a forward pass of its "
         "own. null: 32768 on GPUs; on CPUs the largest of 4096, 2048, 1024 and 512 that fits into memory, "
         "chosen at the first launch and kept on resume",
         on_resume="free",
         per_stage=True,
-        ge=1,
     )
     balance: bool = setting(
         True,
@@ -348,14 +335,11 @@ class TrainSettings(Section):
         on_resume="free",
         per_stage=True,
     )
-    passes_per_rollout: int = setting(
-        1,
-        "epochs: passes over a step's completions, each with minibatches_per_step updates",
-        per_stage=True,
-        ge=1,
+    passes_per_rollout: Count = setting(
+        1, "epochs: passes over a step's completions, each with minibatches_per_step updates", per_stage=True
     )
-    learning_rate: float = setting(
-        1e-6, "highest learning rate of AdamW", on_resume="free", per_stage=True, gt=0
+    learning_rate: Positive = setting(
+        1e-6, "highest learning rate of AdamW", on_resume="free", per_stage=True
     )
     lr_schedule: Literal[
         "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
@@ -371,12 +355,12 @@ class TrainSettings(Section):
         "{num_cycles: 2}",
         on_resume="free",
     )
-    warmup_steps: int = setting(0, "steps of linear warm-up", on_resume="free", ge=0)
+    warmup_steps: CountOr0 = setting(0, "steps of linear warm-up", on_resume="free")
     betas: tuple[FractionBelow1, FractionBelow1] = setting(
         (0.9, 0.95), "decay rates of AdamW's two moving averages"
     )
-    weight_decay: float = setting(0.0, "weight decay of AdamW", on_resume="free", ge=0)
-    max_grad_norm: float = setting(1.0, "clip gradients to this global norm", gt=0)
+    weight_decay: NonNegative = setting(0.0, "weight decay of AdamW", on_resume="free")
+    max_grad_norm: Positive = setting(1.0, "clip gradients to this global norm")
     fused_adamw: bool | None = setting(
         None,
         "true: one kernel computes a step of AdamW, several times faster and without temporary copies of the "
@@ -414,28 +398,23 @@ class EvalSettings(Section):
     """When and how held-out sets are evaluated."""
 
     per_stage: ClassVar[bool] = True
+    free_on_resume: ClassVar[bool] = True
 
-    every: int = setting(
-        50,
-        "evaluate every N steps, and always at the first and last step; 0: only at the first and last",
-        on_resume="free",
-        ge=0,
+    every: CountOr0 = setting(
+        50, "evaluate every N steps, and always at the first and last step; 0: only at the first and last"
     )
-    num_samples: int = setting(
-        8, "k sampled completions per prompt for avg@k and pass@k; 0: greedy only", on_resume="free", ge=0
+    num_samples: CountOr0 = setting(
+        8, "k sampled completions per prompt for avg@k and pass@k; 0: greedy only"
     )
-    max_new_tokens: int | None = setting(
+    max_new_tokens: CountOrNull = setting(
         None,
         "cut completions of evaluations at this length; null: rollout.max_new_tokens",
-        on_resume="free",
         per_stage="largest",
-        ge=1,
     )
     num_texts: int = setting(
         16,
         "keep the greedy completions of the first N prompts of each set at every evaluation, with reference "
         "and verdict, in eval_samples.jsonl; 0: none",
-        on_resume="free",
         ge=0,
         le=10**6,
     )
@@ -452,7 +431,7 @@ class ModelSettings(Section):
         "folder of a Hugging Face checkpoint, or name of a model on the hub, for example Qwen/Qwen3-0.6B: "
         "Llama, Qwen2, Qwen3, or a MoE of Qwen3, OLMoE, Mixtral, GLM-4.5 or Granite 3",
     )
-    ep_size: int = setting(1, "expert parallelism: number of ranks that share one copy of the experts", ge=1)
+    ep_size: Count = setting(1, "expert parallelism: number of ranks that share one copy of the experts")
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
         "precision of the policy; the optimizer keeps float32 weights. auto: bfloat16 on GPUs and on CPUs "
@@ -495,14 +474,13 @@ class RolloutSettings(Section):
     temperature: float = setting(
         1.0, "temperature of sampling and of the trainer's log-probabilities", per_stage=True, ge=0.01, le=2
     )
-    max_prompt_tokens: int = setting(
-        1024, "longest prompt; data.on_bad_row decides on longer ones", per_stage="largest", ge=1
+    max_prompt_tokens: Count = setting(
+        1024, "longest prompt; data.on_bad_row decides on longer ones", per_stage="largest"
     )
-    max_new_tokens: int = setting(
+    max_new_tokens: Count = setting(
         16384,
         "cut completions at this many tokens; all turns of an episode share them, tool results included",
         per_stage="largest",
-        ge=1,
     )
     lag: int = setting(
         0,
@@ -514,18 +492,15 @@ class RolloutSettings(Section):
     max_turns: int = setting(
         8, "end an episode after this many turns of the policy (data.tools, data.environment)", ge=1, le=1000
     )
-    tool_timeout_s: float = setting(
+    tool_timeout_s: Seconds = setting(
         10.0,
         "seconds for a tool call or a step of an environment; afterwards the policy reads an error (tool), "
         "or the episode ends with the verdict timeout (environment)",
-        gt=0,
-        le=86400,
     )
-    tool_workers: int = setting(
+    tool_workers: Count = setting(
         4,
         "processes per rank for tools, and as many again for environments; each runs at most 64 async calls",
         on_resume="free",
-        ge=1,
     )
     max_tool_chars: int = setting(
         2000, "cut the result of a call, or the message of an environment, at this many characters", ge=1,
@@ -592,8 +567,8 @@ class RolloutSettings(Section):
         "number format of fp8 simulate. fp8: E4M3 in blocks, as in vLLM. mxfp4: 4 bits (E2M1) with a power "
         "of two as the scale of 32 values.",
     )
-    tensor_parallel: int = setting(
-        1, "consecutive ranks that share one engine, for models that exceed one GPU", ge=1
+    tensor_parallel: Count = setting(
+        1, "consecutive ranks that share one engine, for models that exceed one GPU"
     )
     expert_parallel: bool = setting(
         False, "the ranks of an engine hold whole experts instead of slices of every expert (GPUs)"
@@ -604,31 +579,28 @@ class RolloutSettings(Section):
         "return the experts of each token from the engine. auto: for router_replay r3, else at steps 0, N, "
         "2N, ... of check_every N. on: at every step. off: never.",
     )
-    max_invalid_routes: float = setting(
-        0.01, "stop the run if a larger fraction of the captured routes is invalid", on_resume="free", ge=0
+    max_invalid_routes: NonNegative = setting(
+        0.01, "stop the run if a larger fraction of the captured routes is invalid", on_resume="free"
     )
-    check_every: int = setting(
+    check_every: CountOr0 = setting(
         50,
         "check the engine's weights and parity at the first sync and every N steps; 0: at the first sync "
         "only",
         on_resume="free",
         per_stage=True,
-        ge=0,
     )
-    parity_mean: float = setting(
+    parity_mean: Positive = setting(
         0.1,
         "stop the run if a parity check finds a mean difference between the log-probabilities of trainer and "
         "engine above this, in nats",
         on_resume="free",
         per_stage=True,
-        gt=0,
     )
-    parity_p99: float = setting(
+    parity_p99: Positive = setting(
         1e-3,
         "the same for the 99th percentile, in nats; checked only if policy and engine are float32",
         on_resume="free",
         per_stage=True,
-        gt=0,
     )
 
     @property
@@ -735,22 +707,19 @@ class PromptSource(Section):
     distinct: bool = setting(
         False, "drop rows that repeat question and answer of an earlier row of this set, before the limit"
     )
-    limit: int | None = setting(
-        None, "use only the first N rows, counted after the difficulty range; null: all", ge=1
+    limit: CountOrNull = setting(
+        None, "use only the first N rows, counted after the difficulty range; null: all"
     )
     difficulty: tuple[float, float] | None = setting(
         None, "keep rows whose difficulty lies in this closed range, for example [2, 4]; null: all"
     )
-    weight: float = setting(
-        1.0,
-        "how often a prompt of this training set is offered; 2: twice as often as a prompt of weight 1",
-        gt=0,
+    weight: Positive = setting(
+        1.0, "how often a prompt of this training set is offered; 2: twice as often as a prompt of weight 1"
     )
-    holdout: float = setting(
+    holdout: NonNegative = setting(
         0,
         "rows split off this training set as an evaluation set with the same name: a fraction below 1 or a "
         "number of rows, for example 0.05 or 20; 0: none",
-        ge=0,
     )
 
     @property
@@ -868,10 +837,8 @@ class RewardSettings(Section):
         "example {my.py:score: [-1, 1]}; others are mapped linearly. A function without an entry returns 0 "
         "to 1",
     )
-    num_workers: int = setting(2, "processes per rank that score completions", on_resume="free", ge=1)
-    timeout_s: float = setting(
-        10.0, "seconds after which a verdict counts as a timeout", on_resume="free", gt=0, le=86400
-    )
+    num_workers: Count = setting(2, "processes per rank that score completions", on_resume="free")
+    timeout_s: Seconds = setting(10.0, "seconds after which a verdict counts as a timeout", on_resume="free")
     memory_gib: float = setting(
         2.0,
         "address space of a worker process, and of each of its children, in GiB",
@@ -879,13 +846,11 @@ class RewardSettings(Section):
         ge=0.125,
         le=65536,
     )
-    max_failed_frac: float = setting(
+    max_failed_frac: PositiveFraction = setting(
         0.5,
         "stop the run if a larger fraction of a step's verdicts fails for a reason outside of the completion",
         on_resume="free",
         per_stage=True,
-        gt=0,
-        le=1,
     )
     overlap: bool = setting(
         True,
@@ -900,11 +865,10 @@ class RewardSettings(Section):
         "between two engine steps.",
         on_resume="free",
     )
-    max_backlog: int = setting(
+    max_backlog: Count = setting(
         4096,
         "completions that may wait for a verdict; the engine pauses if the backlog is full",
         on_resume="free",
-        ge=1,
     )
     binary: bool = setting(False, "true: rewards below 1 count as 0. false: fractions count.", per_stage=True)
     sandbox: Literal["bubblewrap", "rlimits"] = setting(
@@ -912,34 +876,28 @@ class RewardSettings(Section):
         "isolation of programs of kind code. bubblewrap: Linux namespaces without network and without this "
         "machine's files. rlimits: limits of time, memory, output and system calls, for trusted programs.",
     )
-    code_timeout_s: float = setting(
+    code_timeout_s: Seconds = setting(
         3.0,
         "seconds for one test of a program of kind code; all tests of a program together get three times as "
         "much",
-        gt=0,
-        le=86400,
     )
     code_memory_gib: float = setting(
         1.0, "address space of a program of kind code, in GiB; at most memory_gib", gt=0, le=65536
     )
-    overlong_buffer: int = setting(
+    overlong_buffer: CountOr0 = setting(
         0,
         "tokens before max_new_tokens over which the overlong penalty grows from 0 to overlong_coef (DAPO); "
         "0: off",
         per_stage=True,
-        ge=0,
     )
-    overlong_coef: float = setting(
-        1.0, "penalty of a completion that is max_new_tokens long", per_stage=True, ge=0
+    overlong_coef: NonNegative = setting(
+        1.0, "penalty of a completion that is max_new_tokens long", per_stage=True
     )
-    repetition_coef: float = setting(
-        0.0,
-        "factor of the fraction of repeated n-grams, subtracted from the reward; 0: off",
-        per_stage=True,
-        ge=0,
+    repetition_coef: NonNegative = setting(
+        0.0, "factor of the fraction of repeated n-grams, subtracted from the reward; 0: off", per_stage=True
     )
-    repetition_ngram: int = setting(
-        4, "length of the n-grams whose repetitions are counted, in tokens", per_stage=True, ge=1
+    repetition_ngram: Count = setting(
+        4, "length of the n-grams whose repetitions are counted, in tokens", per_stage=True
     )
     judge: Literal["none", "scalar", "generative"] = setting(
         "none",
@@ -951,11 +909,9 @@ class RewardSettings(Section):
         "folder of the judge, or path/file.py:function that maps a list of questions to answers; null: no "
         "judge",
     )
-    judge_weight: float = setting(0.5, "w in reward = (1 - w) verifier + w judge", per_stage=True, gt=0, le=1)
-    judge_margin: float = setting(
-        0.0,
-        "largest difference of a scalar judge's scores that counts as a tie; 0: only equal scores tie",
-        ge=0,
+    judge_weight: PositiveFraction = setting(0.5, "w in reward = (1 - w) verifier + w judge", per_stage=True)
+    judge_margin: NonNegative = setting(
+        0.0, "largest difference of a scalar judge's scores that counts as a tie; 0: only equal scores tie"
     )
     judge_mode: JudgeMode = setting(
         "score",
@@ -982,66 +938,56 @@ class RewardSettings(Section):
 class CheckpointSettings(Section):
     """When checkpoints are written, and how a run resumes from them."""
 
-    every: int = setting(
-        50,
-        "write a checkpoint every N steps, and always at the last; 0: only at the last",
-        on_resume="free",
-        ge=0,
+    free_on_resume: ClassVar[bool] = True
+
+    every: CountOr0 = setting(
+        50, "write a checkpoint every N steps, and always at the last; 0: only at the last"
     )
-    keep: int = setting(2, "number of newest checkpoints to keep", on_resume="free", ge=1)
+    keep: Count = setting(2, "number of newest checkpoints to keep")
     resume: Literal["auto", "weights", "never"] = setting(
         "auto",
         "use of the newest checkpoint in run.dir. auto: resume exactly. weights: resume with a fresh "
         "optimizer, for example on another number of ranks; later launches of the same command then resume "
         "exactly. never: raise an error if there is a checkpoint.",
-        on_resume="free",
     )
     on_damage: Literal["stop", "older"] = setting(
         "stop",
         "reaction to a damaged newest checkpoint. stop: raise an error that names it. older: set it aside "
         "and resume from the newest intact one.",
-        on_resume="free",
     )
 
 
 class RunSettings(Section):
     """Folder of a run, reports, and limits of waiting."""
 
-    dir: str = setting(
-        "runs/default", "folder of all files that the run writes", on_resume="free", pattern=r"^[^\x00]+$"
-    )
+    free_on_resume: ClassVar[bool] = True
+
+    dir: str = setting("runs/default", "folder of all files that the run writes", pattern=r"^[^\x00]+$")
     memory_gib: float | None = setting(
         None,
         "memory that all ranks of a node may take together on CPUs, in GiB, for example 16 on a shared node; "
         "null: the memory that is available at the start",
-        on_resume="free",
         gt=0,
         le=2**20,
     )
-    log_every: int = setting(
-        10,
-        "print a line on the console and write a group to samples.jsonl every N steps",
-        on_resume="free",
-        ge=1,
+    log_every: Count = setting(
+        10, "print a line on the console and write a group to samples.jsonl every N steps"
     )
     trackers: list[str] = setting(
         ["tensorboard"],
         "trackers that receive the metrics in addition to metrics.jsonl, by accelerate's names, for example "
         "wandb or mlflow",
-        on_resume="free",
     )
     warn_s: float = setting(
         300.0,
         "warn after a rank has waited this many seconds for another rank, naming it; then double the "
         "interval",
-        on_resume="free",
         gt=0,
         le=2e6,
     )
     timeout_s: float = setting(
         1800.0,
         "abort after a rank has waited this many seconds for another rank, and print the other rank's stacks",
-        on_resume="free",
         gt=0,
         le=2e6,
     )
@@ -1049,55 +995,44 @@ class RunSettings(Section):
         "checkpoint",
         "reaction to SIGTERM or Ctrl-C. checkpoint: finish the step, write a checkpoint, exit; a second "
         "signal exits at once. stop: exit at once.",
-        on_resume="free",
     )
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop",
         "reaction to a NaN or infinite reward or gradient. stop: end the run. skip: continue without that "
         "update.",
-        on_resume="free",
     )
 
 
 class TrackingSettings(Section):
     """Where the trackers of run.trackers file a run; TensorBoard, which writes into run.dir, ignores them."""
 
-    project: str | None = setting(
+    free_on_resume: ClassVar[bool] = True
+
+    project: TextOrNull = setting(
         None,
         "project, or experiment in mlflow; null: the tracker's own variable, for example WANDB_PROJECT, else "
         "the last part of run.dir",
-        on_resume="free",
-        min_length=1,
     )
-    entity: str | None = setting(
-        None,
-        "account or team that owns the project, for wandb and swanlab; null: the tracker's default",
-        on_resume="free",
-        min_length=1,
+    entity: TextOrNull = setting(
+        None, "account or team that owns the project, for wandb and swanlab; null: the tracker's default"
     )
-    name: str | None = setting(
-        None,
-        "name of the run; null: the tracker's default, for example WANDB_NAME",
-        on_resume="free",
-        min_length=1,
-    )
-    tags: list[str] = setting([], "tags of the run, for wandb, swanlab and clearml", on_resume="free")
+    name: TextOrNull = setting(None, "name of the run; null: the tracker's default, for example WANDB_NAME")
+    tags: list[str] = setting([], "tags of the run, for wandb, swanlab and clearml")
 
 
 class HandOver(Section):
     """The rule that ends a stage: the next stage begins when the first of these limits is reached."""
 
-    steps: int | None = setting(None, "end the stage after this many steps; null: no limit", ge=1)
-    tokens: int | None = setting(
-        None, "end the stage after this many tokens were generated in it; null: no limit", ge=1
+    steps: CountOrNull = setting(None, "end the stage after this many steps; null: no limit")
+    tokens: CountOrNull = setting(
+        None, "end the stage after this many tokens were generated in it; null: no limit"
     )
     accuracy: float | None = setting(
         None, "end the stage when the metric reaches this value; null: no limit", gt=0, le=1
     )
-    plateau: int | None = setting(
+    plateau: CountOrNull = setting(
         None,
         "end the stage after this many consecutive values of the metric without a new best; null: no limit",
-        ge=1,
     )
     metric: str = setting(
         "score",

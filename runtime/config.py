@@ -44,7 +44,8 @@ class Section(BaseModel):
     """A group of settings, one line per field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    per_stage: ClassVar[bool] = False  # tells whether a stage may set every setting of the section
+    per_stage: ClassVar[bool] = False  # a stage may set every setting of the section
+    free_on_resume: ClassVar[bool] = False  # every setting of the section may change when a run resumes
 
     @field_validator("*", mode="before")
     @classmethod
@@ -308,19 +309,24 @@ def setting_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, objec
     return fields
 
 
+def whole_sections(schema: type[BaseModel], name: str) -> set[str]:
+    """List the sections that are per_stage or free_on_resume as a whole."""
+    sections = {n: f.annotation for n, f in schema.model_fields.items() if is_section(f.annotation)}
+    return {section for section, annotation in sections.items() if getattr(annotation, name)}
+
+
 def free_on_resume(schema: type[BaseModel]) -> frozenset[str]:
     """List the dotted names of the settings that may change when a run resumes."""
-    return frozenset(
-        name for name, info in setting_fields(schema).items() if mark(info, "on_resume") == "free"
-    )
+    whole = whole_sections(schema, "free_on_resume")
+    fields = setting_fields(schema).items()
+    return frozenset(n for n, f in fields if n.split(".")[0] in whole or mark(f, "on_resume") == "free")
 
 
 def free_per_stage(schema: type[BaseModel]) -> frozenset[str]:
     """List the dotted names of the settings, and of the whole sections, that a stage may set."""
-    sections = {n: f.annotation for n, f in schema.model_fields.items() if is_section(f.annotation)}
-    whole = {name for name, section in sections.items() if section.per_stage}
-    marked = {name for name, info in setting_fields(schema).items() if mark(info, "per_stage")}
-    return frozenset(whole | {name for name in marked if name.split(".")[0] not in whole})
+    whole = whole_sections(schema, "per_stage")
+    fields = setting_fields(schema).items()
+    return frozenset(whole | {n for n, f in fields if mark(f, "per_stage") and n.split(".")[0] not in whole})
 
 
 def mark(info, name: str) -> object:
@@ -510,11 +516,12 @@ def settings_help(schema: type[BaseModel], section: str | None = None) -> str:
         else f"{section}: {section_text(schema.model_fields[section])}\n\nsettings"
     )
     lines = [f"{title} (section.key=value, or in YAML):"]
+    free = free_on_resume(schema)
     per_stage = free_per_stage(schema)
     for name, info in setting_fields(schema).items():
         if section in (None, re.split(r"[.\[]", name)[0]):
             default = "required" if info.is_required() else f"default {info.default!r}"
-            marks = "; may change on resume" if mark(info, "on_resume") == "free" else ""
+            marks = "; may change on resume" if name in free else ""
             marks += "; per stage" if {name, name.split(".")[0]} & per_stage else ""
             lines.append(f"  {name}  ({default}{marks})\n      {info.description}")
     return "\n".join(lines)

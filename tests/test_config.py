@@ -35,7 +35,6 @@ from runtime.config import (
     differences,
     free_on_resume,
     free_per_stage,
-    mark,
     setting_fields,
     with_paths_from,
     with_paths_to,
@@ -634,11 +633,12 @@ def test_help_prints_every_setting_with_its_default_and_meaning(capsys):
     text = " ".join(printed.split())
     assert printed.startswith("usage: ") and " ".join(train_rl.__doc__.split()) in text
     assert len(SETTINGS) > 40
+    free = free_on_resume(Config)
     per_stage = free_per_stage(Config)
     for name, info in SETTINGS.items():
         assert len(info.description.split()) >= 2, name
         default = "required" if info.is_required() else f"default {info.default!r}"
-        marks = "; may change on resume" if mark(info, "on_resume") == "free" else ""
+        marks = "; may change on resume" if name in free else ""
         marks += "; per stage" if {name, name.split(".")[0]} & per_stage else ""
         assert f" {name} ({default}{marks}) {' '.join(info.description.split())} " in text + " ", name
 
