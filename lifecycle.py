@@ -106,7 +106,7 @@ from runtime.metrics import (
     turn_metrics,
     warn_once,
 )
-from runtime.schedule import from_rank_0, host_group
+from runtime.schedule import from_all_ranks, from_rank_0, host_group
 from runtime.stages import StagePosition, end_of_stage, place_of
 from runtime.summary import figure, plot_curves, print_summary, write_summary
 from runtime.tracking import MAX_SENT, check_trackers, send_texts, start_trackers
@@ -532,8 +532,7 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     reasons = {
         (prompt_sha(local_prompts[i]), local_prompts[i].kind): reason for i, reason in impossible.items()
     }
-    gathered: list[dict] = [{}] * world_size
-    dist.all_gather_object(gathered, reasons)
+    gathered = from_all_ranks(reasons)
     leave_out(loaded, {name: reason for of_rank in gathered for name, reason in of_rank.items()})
     compared = [(local_prompts[i], *how) for i, how in comparisons.items()]
     describe_references(loaded, compared, Path(config.run.dir) / "references.json", bool(checkpoint))
@@ -555,8 +554,7 @@ def describe_references(
     """
     held_out = {id(prompt): name for name, (prompts, _) in loaded.eval_sets.items() for prompt in prompts}
     counts = Counter((held_out.get(id(prompt)), prompt.source, *how) for prompt, *how in compared)
-    gathered: list[Counter] = [Counter()] * dist.get_world_size()
-    dist.all_gather_object(gathered, counts)
+    gathered: list[Counter] = from_all_ranks(counts)
     if dist.get_rank() != 0:
         return
     reports = json.loads(file.read_text()) if is_resumed and file.is_file() else {}
@@ -932,8 +930,7 @@ def prompt_outcomes(verdicts: list[Verdict], eval_sets: EvalSets, config: Config
         figures[f"eval/{name}/accuracy"] = dict(zip(indices, scores[:, 0].tolist()))
         if k:
             figures[f"eval/{name}/avg_at_{k}"] = dict(zip(indices, scores[:, 1:].mean(1).tolist()))
-    gathered: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, figures)
+    gathered: list[dict] = from_all_ranks(figures)
     pairs = {name: sorted(pair for part in gathered for pair in part[name].items()) for name in figures}
     return {name: [round(value, 4) for _, value in of_name] for name, of_name in pairs.items()}
 
@@ -958,9 +955,7 @@ def evaluation_texts(run: Run, completions: list[Completion], verdicts: list[Ver
                 row |= {"prompt": prompt.text, "completion": prompt.prefix + text, **asdict(verdict)}
                 length = len(completion.token_ids)
                 rows.append(row | {"num_tokens": length, "finish_reason": completion.finish_reason})
-    gathered: list[list[dict]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, rows)
-    return sorted(sum(gathered, []), key=lambda row: (row["source"], row["prompt_index"]))
+    return sorted(sum(from_all_ranks(rows), []), key=lambda row: (row["source"], row["prompt_index"]))
 
 
 def conditions_of(config: Config) -> str:
@@ -1225,8 +1220,7 @@ def gpu_memory(run: Run) -> dict[str, dict[str, int | None]] | None:
     """
     if run.meter is None:
         return None
-    measured: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(measured, run.meter.largest)
+    measured: list[dict[str, int]] = from_all_ranks(run.meter.largest)
     config = widest(run.stage_configs, on_gpu=True)
     total = torch.cuda.mem_get_info()[1]
     parts, _ = plan_memory(config, run.policy.config, dist.get_world_size(), total)

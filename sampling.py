@@ -16,7 +16,7 @@ from data.prompts import Prompt
 from data.stream import seed_of
 from extras.base import active
 from lifecycle import Run
-from runtime.schedule import verdict_tokens
+from runtime.schedule import from_all_ranks, verdict_tokens
 from settings import Config
 
 
@@ -77,8 +77,7 @@ def verdict_costs(run: Run) -> dict[str, tuple[float, float]]:
         kind: verdict_tokens(seconds, run.engine.seconds_per_step, tokens_per_second, run.pool.at_once(kind))
         for kind, seconds in run.pool.seconds.items()
     }
-    gathered: list[dict[str, tuple[float, float]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, local_costs)
+    gathered: list[dict[str, tuple[float, float]]] = from_all_ranks(local_costs)
     costs = {}
     for kind in sorted({kind for rank_costs in gathered for kind in rank_costs}):
         latencies, works = zip(*(rank_costs[kind] for rank_costs in gathered if kind in rank_costs))

@@ -16,9 +16,9 @@ number of words is one of the checks, so an answer that is too short loses a par
 import argparse
 import json
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 FORMS = (
     "Write a short letter about {topic}.",
@@ -61,111 +61,68 @@ ENDINGS = {
 }
 LEAST_WORDS = {"train": (30, 40, 50), "test": (35, 45)}
 LETTERS = {"train": "aeiost", "test": "nrl"}
+LETTER_COUNTS = {"train": (8, 12, 16), "test": (8, 12, 16)}
+BULLETS = {"train": (2, 3), "test": (4,)}
+PLACEHOLDERS = {"train": (1, 2), "test": (3,)}
 
 
-@dataclass(frozen=True)
-class Instruction:
+Choices = dict[str, Sequence]  # {split: values to draw from}
+
+
+class Instruction(NamedTuple):
     """One instruction: its text in the prompt, and the constraint for the verifier."""
 
-    text: str
-    constraint: dict
+    id: str  # of the check
+    text: str  # {} is the place of each drawn value
+    choices: tuple[Choices, ...] = ()  # of the drawn values
+    arguments: Callable[..., dict] = dict  # drawn values -> arguments of the check
+
+    def draw(self, split: str, rng: random.Random) -> tuple[str, dict]:
+        """Return the text and the constraint with values for a split."""
+        values = [rng.choice(choice[split]) for choice in self.choices]
+        return self.text.format(*values), {"id": self.id, **self.arguments(*values)}
 
 
-def keyword(split: str, rng: random.Random) -> Instruction:
-    """Ask for a word."""
-    word = rng.choice(KEYWORDS[split])
-    return Instruction(f"Include the word {word}.", {"id": "keywords:existence", "keywords": [word]})
-
-
-def forbidden_word(split: str, rng: random.Random) -> Instruction:
-    """Forbid a word."""
-    word = rng.choice(FORBIDDEN[split])
-    constraint = {"id": "keywords:forbidden_words", "forbidden_words": [word]}
-    return Instruction(f"Do not use the word {word}.", constraint)
-
-
-def letter(split: str, rng: random.Random) -> Instruction:
-    """Ask for a letter at least so many times."""
-    which = rng.choice(LETTERS[split])
-    count = rng.choice((8, 12, 16))
-    constraint = {
-        "id": "keywords:letter_frequency",
-        "letter": which,
-        "let_frequency": count,
-        "let_relation": "at least",
-    }
-    return Instruction(f"The letter {which} should appear at least {count} times.", constraint)
-
-
-def no_comma(split: str, rng: random.Random) -> Instruction:
-    """Forbid commas."""
-    return Instruction("Do not use any commas.", {"id": "punctuation:no_comma"})
-
-
-def lowercase(split: str, rng: random.Random) -> Instruction:
-    """Ask for small letters."""
-    text = "write in english and only in lowercase letters, like this sentence: no capital letters anywhere."
-    return Instruction(text, {"id": "change_case:english_lowercase"})
-
-
-def title(split: str, rng: random.Random) -> Instruction:
-    """Ask for a title."""
-    text = "Give the text a title in double angular brackets, such as <<a title>>."
-    return Instruction(text, {"id": "detectable_format:title"})
-
-
-def bullets(split: str, rng: random.Random) -> Instruction:
-    """Ask for a list with so many points."""
-    count = rng.choice({"train": (2, 3), "test": (4,)}[split])
-    constraint = {"id": "detectable_format:number_bullet_lists", "num_bullets": count}
-    return Instruction(f"Use exactly {count} bullet points, each on a line that begins with *.", constraint)
-
-
-def placeholders(split: str, rng: random.Random) -> Instruction:
-    """Ask for placeholders in brackets."""
-    count = rng.choice({"train": (1, 2), "test": (3,)}[split])
-    constraint = {"id": "detectable_content:number_placeholders", "num_placeholders": count}
-    return Instruction(f"Use at least {count} placeholders in square brackets, such as [name].", constraint)
-
-
-def ending(split: str, rng: random.Random) -> Instruction:
-    """Ask for a last sentence."""
-    phrase = rng.choice(ENDINGS[split])
-    text = f"Finish the answer with exactly these words: {phrase}"
-    return Instruction(text, {"id": "startend:end_checker", "end_phrase": phrase})
-
-
-def quotation(split: str, rng: random.Random) -> Instruction:
-    """Ask for quotation marks around the text."""
-    text = 'Begin and end the answer with a double quotation mark: "text".'
-    return Instruction(text, {"id": "startend:quotation"})
-
-
-MAKERS: tuple[Callable[[str, random.Random], Instruction], ...] = (
-    keyword, forbidden_word, letter, no_comma, lowercase, title, bullets, placeholders, ending, quotation,
+LEAST = Instruction(
+    "length_constraints:number_words", "Answer with at least {} words.", (LEAST_WORDS,),
+    lambda count: {"relation": "at least", "num_words": count},
 )  # fmt: skip
-EXCLUSIVE = ({ending, quotation},)  # both decide about the last character
+INSTRUCTIONS = (
+    Instruction("keywords:existence", "Include the word {}.", (KEYWORDS,), lambda word: {"keywords": [word]}),
+    Instruction("keywords:forbidden_words", "Do not use the word {}.", (FORBIDDEN,),
+                lambda word: {"forbidden_words": [word]}),
+    Instruction("keywords:letter_frequency", "The letter {} should appear at least {} times.",
+                (LETTERS, LETTER_COUNTS),
+                lambda letter, n: {"letter": letter, "let_frequency": n, "let_relation": "at least"}),
+    Instruction("punctuation:no_comma", "Do not use any commas."),
+    Instruction("change_case:english_lowercase", "write in english and only in lowercase letters, like this "
+                "sentence: no capital letters anywhere."),
+    Instruction("detectable_format:title", "Give the text a title in double angular brackets, such as "
+                "<<a title>>."),
+    Instruction("detectable_format:number_bullet_lists", "Use exactly {} bullet points, each on a line that "
+                "begins with *.", (BULLETS,), lambda count: {"num_bullets": count}),
+    Instruction("detectable_content:number_placeholders", "Use at least {} placeholders in square brackets, "
+                "such as [name].", (PLACEHOLDERS,), lambda count: {"num_placeholders": count}),
+    Instruction("startend:end_checker", "Finish the answer with exactly these words: {}", (ENDINGS,),
+                lambda phrase: {"end_phrase": phrase}),
+    Instruction("startend:quotation", 'Begin and end the answer with a double quotation mark: "text".'),
+)  # fmt: skip
+EXCLUSIVE = {"startend:end_checker", "startend:quotation"}  # both decide about the last character
 
 
 def make_row(split: str, rng: random.Random) -> dict:
-    """Return one row: prompt, answer (the constraints as JSON), kind and difficulty (number of
-    instructions)."""
+    """Return one row: prompt, answer (constraints as JSON), kind and difficulty (number of instructions)."""
     number = rng.choice((1, 2))
-    makers = rng.sample(MAKERS, number)
-    while any(pair <= set(makers) for pair in EXCLUSIVE):
-        makers = rng.sample(MAKERS, number)
-    least = rng.choice(LEAST_WORDS[split])
-    words = Instruction(
-        f"Answer with at least {least} words.",
-        {"id": "length_constraints:number_words", "relation": "at least", "num_words": least},
-    )
-    instructions = [words, *(make(split, rng) for make in makers)]
+    chosen = rng.sample(INSTRUCTIONS, number)
+    while {instruction.id for instruction in chosen} == EXCLUSIVE:
+        chosen = rng.sample(INSTRUCTIONS, number)
+    drawn = [instruction.draw(split, rng) for instruction in (LEAST, *chosen)]
     request = rng.choice(FORMS).format(topic=rng.choice(TOPICS[split]))
     return {
-        "prompt": " ".join([request, *(instruction.text for instruction in instructions)]),
-        "answer": json.dumps([instruction.constraint for instruction in instructions]),
+        "prompt": " ".join([request, *(text for text, _ in drawn)]),
+        "answer": json.dumps([constraint for _, constraint in drawn]),
         "kind": "instructions",
-        "difficulty": len(instructions),
+        "difficulty": len(drawn),
     }
 
 

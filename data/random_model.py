@@ -21,36 +21,9 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK_TOKENS = ("<think>", "</think>")  # ordinary tokens that stay in decoded text, as in Qwen3
 HEAD_DIM = 64
 MAX_POSITION_EMBEDDINGS = 4096
-
 # ChatML with calls in the format of Hermes: tools are listed in a system message of their own, and results
-# are messages of the user. The last lines open the policy's turn, with an empty thought if enable_thinking is
-# false.
-CHAT_TEMPLATE = """\
-{%- if tools %}
-{{- '<|im_start|>system\\nCall a tool by <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Tools:' }}
-{%- for tool in tools %}
-{{- '\\n' + tool.function | tojson }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>' + message.content + '</tool_response><|im_end|>\\n' }}
-{%- else %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
-{{- '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}
-{{- '<think>\\n\\n</think>\\n\\n' }}
-{%- endif %}
-{%- endif %}"""
+# are messages of the user. The last lines open the policy's turn.
+CHAT_TEMPLATE = Path(__file__).with_name("chatml.jinja").read_text().removesuffix("\n")
 
 
 def strings_of(value):

@@ -40,7 +40,7 @@ from runtime.launch import one_line
 from runtime.memory import GIB
 from runtime.old_settings import OLD_DEFAULTS, present_counters, present_settings
 from runtime.provenance import commit_of, git, machine_of, now, versions_of
-from runtime.schedule import from_rank_0, longest_first
+from runtime.schedule import from_all_ranks, from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
 from runtime.user_files import digest_of_file, file_of, user_file_digests
 
@@ -198,8 +198,7 @@ def check_run_dir_is_shared(run_dir: Path, patience_s: float = 10.0) -> None:
     deadline = time.monotonic() + patience_s
     while not file.is_file() and time.monotonic() < deadline:
         time.sleep(0.05)
-    reports = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (host, file.is_file()))
+    reports = from_all_ranks((host, file.is_file()))
     if dist.get_rank() == 0:
         file.unlink()
     blind = [f"rank {rank} on {name}" for rank, (name, sees) in enumerate(reports) if not sees]
@@ -539,9 +538,7 @@ def problems_of(action: Callable[[], None]) -> list[str]:
         action()
     except Exception as error:  # torch and safetensors wrap the OSError of a full disk in other types
         problem = f"rank {dist.get_rank()}: {' '.join(str(error).split())[:300]}"
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return [problem for problem in problems if problem]
+    return [problem for problem in from_all_ranks(problem) if problem]
 
 
 def digests_of(folder: Path, known: dict[Path, str] | None = None) -> tuple[dict[str, str], list[str]]:
@@ -575,9 +572,7 @@ def digests_of(folder: Path, known: dict[Path, str] | None = None) -> tuple[dict
 
 def union_of_ranks(items: dict) -> dict:
     """Return the items of the dictionaries of all ranks. Collective."""
-    gathered = [items] * dist.get_world_size()
-    dist.all_gather_object(gathered, items)
-    return {key: value for of_rank in gathered for key, value in of_rank.items()}
+    return {key: value for of_rank in from_all_ranks(items) for key, value in of_rank.items()}
 
 
 def digest_of_record(record: dict) -> str:

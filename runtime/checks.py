@@ -14,6 +14,7 @@ from batch import RolloutBatch
 from runtime.checkpoint import TrainState, digest_of_weights
 from runtime.launch import one_line
 from runtime.metrics import histogram, reduce_metrics, warn_once
+from runtime.schedule import from_all_ranks
 from runtime.summary import figure
 from settings import Config
 
@@ -50,8 +51,7 @@ def check_verdicts(verdicts: list, max_failed_frac: float, where: str) -> None:
         example = f"{failed[0].status}: {reason}"
     for reason in {f"{v.status}: {v.detail.partition(':')[0]}" for v in verdicts if v.by_text}:
         warn_once(f"completions that make their verifier fail count as wrong; reason: {reason}")
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (len(failed), len(verdicts), example))
+    gathered = from_all_ranks((len(failed), len(verdicts), example))
     num_failed = sum(failed_on_rank for failed_on_rank, _, _ in gathered)
     num_verdicts = sum(verdicts_on_rank for _, verdicts_on_rank, _ in gathered)
     if not num_failed:
@@ -96,9 +96,7 @@ def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
 
     invalid, total: rows of this rank; the fraction is over all ranks.
     """
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (invalid, total))
-    invalid, total = map(sum, zip(*gathered))
+    invalid, total = map(sum, zip(*from_all_ranks((invalid, total))))
     if invalid > max_invalid_frac * total:
         raise RuntimeError(
             f"{invalid} of {total} rows of routed experts are invalid: missing, with an expert twice in a "
@@ -183,8 +181,7 @@ def handle_nonfinite(
     continues saves MAX_SAVED_BATCHES batches at most, because every bad step has one.
     """
     texts = [prompt.text for prompt in batch.prompts]
-    texts_by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(texts_by_rank, [texts[row] for row in rows])
+    texts_by_rank = from_all_ranks([texts[row] for row in rows])
     examples = list(dict.fromkeys(sum(texts_by_rank, [])))
     quantity = quantity if examples else "gradient"
     folder = Path(config.run.dir) / "nonfinite"
@@ -235,9 +232,7 @@ def refuse_nonfinite_weights(policy: torch.nn.Module, whose: str, advice: str) -
         largest = {name: torch.linalg.vector_norm(p, torch.inf) for name, p in policy.named_parameters()}
     finite = torch.stack(list(largest.values())).isfinite().tolist()
     bad = [name for name, is_finite in zip(largest, finite) if not is_finite]
-    bad_by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(bad_by_rank, bad)
-    if names := sorted(set(sum(bad_by_rank, []))):
+    if names := sorted(set(sum(from_all_ranks(bad), []))):
         raise RuntimeError(
             f"{whose}: {len(names)} of {len(largest)} weight tensors hold NaN or infinity, the first is "
             f"{names[0]}; {advice}"

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from batch import Collectives
-from runtime.schedule import collective_device
+from runtime.schedule import collective_device, from_all_ranks
 
 
 def sum_over_ranks(*values: float) -> list[float]:
@@ -23,9 +23,7 @@ def kth_largest_over_ranks(values: Tensor, k: int) -> float:
     With fewer than k values this is the smallest one, without any value infinity.
     """
     candidates = values.double().topk(min(k, len(values))).values.cpu()
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, candidates)
-    largest = torch.cat(gathered)
+    largest = torch.cat(from_all_ranks(candidates))
     return largest.topk(min(k, len(largest))).values[-1].item() if len(largest) else math.inf
 
 

@@ -8,18 +8,18 @@ driver, and returns a line with cause and remedy, or None if all is well. The se
 and check_machine() raises the lines.
 """
 
-import contextlib
 import importlib.util
 import os
 import platform
 import re
 import shutil
 import socket
-import struct
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 FIRST_DRIVER = {12: 525, 13: 580}  # {CUDA version: first driver of NVIDIA for Linux}, CUDA's release notes
@@ -225,18 +225,11 @@ def check_address() -> None:
 
 def listening_addresses() -> list[tuple[str, int]]:
     """List the addresses and ports on which processes of this machine listen for TCP connections."""
-    addresses = []
-    for file, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
-        with contextlib.suppress(OSError):
-            for line in Path(file).read_text().splitlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                digits, port = local.split(":")
-                words = struct.pack(
-                    f"={len(digits) // 8}I", *(int(w, 16) for w in re.findall(".{8}", digits))
-                )
-                if state == "0A":  # TCP_LISTEN
-                    addresses.append((socket.inet_ntop(family, words), int(port, 16)))
-    return addresses
+    try:
+        connections = psutil.net_connections("tcp")
+    except (OSError, psutil.Error):  # a system that does not show them
+        return []
+    return [tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN]
 
 
 def is_loopback(address: str) -> bool:

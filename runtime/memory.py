@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
+
+from runtime.schedule import from_all_ranks
 
 GIB = 2**30
 CONTEXT_BYTES = 4 * GIB  # a guess: CUDA context, workspaces of cuBLAS and cuDNN, fragments of the allocator
@@ -238,9 +239,7 @@ def node_memory(memory_gib: float | None) -> NodeMemory:
         local = NodeMemory(free + num_ranks * psutil.Process().memory_info().rss, num_ranks, source)
     else:
         local = NodeMemory(int(memory_gib * GIB), num_ranks, "run.memory_gib")
-    gathered = [local] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
-    return min(gathered, key=lambda node: node.bytes_per_rank)
+    return min(from_all_ranks(local), key=lambda node: node.bytes_per_rank)
 
 
 def return_freed_memory() -> None:

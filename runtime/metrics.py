@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from batch import Completion, Group, GroupOutcome, RolloutBatch, Turn, verdicts_of
 from runtime.checkpoint import TrainState, writing
+from runtime.schedule import from_all_ranks
 from runtime.summary import figure
 from runtime.tracking import send_histogram, send_metrics
 from settings import Config
@@ -37,8 +38,7 @@ def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
     pair is a histogram(): _p99 gives the quantile of the summed histograms, _hist the sum itself. A rank may
     lack a name, for example a metric of completions on a rank without completions.
     """
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, metrics)
+    gathered = from_all_ranks(metrics)
     reduced = {}
     for name in {name: None for metrics_of_rank in gathered for name in metrics_of_rank}:
         pairs = (metrics_of_rank[name] for metrics_of_rank in gathered if name in metrics_of_rank)

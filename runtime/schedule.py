@@ -292,6 +292,13 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, in their order. Collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def exchange(parcels: list[list]) -> list:
     """Send parcels[r] to rank r and return the items for this rank, from all ranks, as one list. Collective.
 

@@ -146,12 +146,9 @@ class Watchdog:
 
     def look(self) -> dict:
         """Sample the main thread and return the heartbeat."""
-        frame = sys._current_frames().get(self.main_thread)
+        innermost = sys._current_frames().get(self.main_thread)
         now = time.monotonic()
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
+        frames = [frame for frame, _ in traceback.walk_stack(innermost)] if innermost else []
         collectives = [f.f_code.co_name for f in frames if f.f_code.co_filename.endswith(COLLECTIVES)]
         current = self.clock.now
         phase, describe_work = current
