@@ -17,7 +17,7 @@ import pytest
 from conftest import SHARED_DATA as SHARED
 from tokenizers import AddedToken, normalizers
 
-from data import gsm8k, human_eval, math_sets, random_model
+from data import gsm8k, human_eval, random_model
 from data.formats import load_tables
 from data.prompts import (
     DataSettings,
@@ -1205,7 +1205,7 @@ def test_gsm8k_real_files(tmp_path):
     assert {prompt.difficulty for prompt in splits["train"]} == set(range(10))
 
 
-# ---- data.math_sets ----------------------------------------------------------------------------------------
+# ---- sets of competition mathematics -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1231,54 +1231,6 @@ def test_last_boxed(solution, answer):
     assert (None if boxed is None else boxed.strip()) == answer
 
 
-def build_math(folder, rows, *options):
-    source = write_lines(folder / "raw.jsonl", rows)
-    output = folder / "built" / "test.jsonl"
-    math_sets.main(["--input", str(source), "--output", str(output), *options])
-    return load_prompts(output)
-
-
-def test_math_set_columns_and_levels(tmp_path, capsys):
-    levels = ["Level 5", 3, "2.5", "Level ?", None]
-    rows = [
-        {"problem": f"p{index}", "solution": r"\boxed{other}", "answer": index, "level": level}
-        for index, level in enumerate(levels)
-    ]
-    prompts = build_math(tmp_path, rows)
-    assert [prompt.difficulty for prompt in prompts] == [5.0, 3.0, 2.5, None, None]
-    assert answers_of(prompts) == list("01234")
-    assert set(kinds_of(prompts)) == {"math"}
-    assert prompts[0].text == "p0\nPlease reason step by step, and put your final answer within \\boxed{}."
-    assert "test.jsonl: 5 rows, mean length 73 characters, 3 with difficulty\n" in capsys.readouterr().out
-
-
-def test_math_set_answers_from_solutions_or_named_columns(tmp_path):
-    rows = [{"problem": "p", "solution": r"\boxed{1} is \boxed{\frac{1}{2}}", "question": "q", "gold": "g"}]
-    assert build_math(tmp_path, rows)[0].answer == r"\frac{1}{2}"
-    named = build_math(tmp_path, rows, "--prompt-column", "question", "--answer-column", "gold")[0]
-    assert (named.text.splitlines()[0], named.answer) == ("q", "g")
-    rows = [{"problem": "p", "solution": r"\boxed{1}", "answer": "2"}]
-    assert build_math(tmp_path, rows, "--answer-column", "solution")[0].answer == "1"
-
-
-@pytest.mark.parametrize(
-    "row, options, words",
-    [
-        ({"question": "q", "answer": "a"}, (), ["'problem'", "--prompt-column", "question"]),
-        ({"problem": "p", "gold": "g"}, (), ["'answer'", "--answer-column", "problem, gold"]),
-        ({"problem": "p", "solution": "s"}, ("--answer-column", "gold"), ["'gold'", "--answer-column"]),
-        ({"problem": " ", "answer": "a"}, (), ["row 1", "'problem'"]),
-        ({"problem": "p", "answer": None}, (), ["row 1", "'answer'"]),
-        ({"problem": "p", "solution": "no box"}, (), ["row 1", "'solution'"]),
-        ({"problem": "p", "solution": r"\boxed{ }"}, (), ["row 1", "'solution'"]),
-    ],
-)
-def test_math_set_errors(tmp_path, row, options, words):
-    with refuses("raw.jsonl: ", *words):
-        build_math(tmp_path, [row], *options)
-    assert not (tmp_path / "built").exists()
-
-
 @needs_shared
 @pytest.mark.parametrize(
     "name, count, first, graded",
@@ -1288,11 +1240,10 @@ def test_math_set_errors(tmp_path, row, options, words):
         ("amc23", 40, "27", 0),
     ],
 )
-def test_math_real_files(tmp_path, name, count, first, graded):
-    output = tmp_path / "test.jsonl"
-    math_sets.main(["--input", str(SHARED / f"{name}.jsonl"), "--output", str(output)])
-    prompts = load_prompts(output, name=name)
-    assert (len(prompts), prompts[0].answer, prompts[0].source) == (count, first, name)
+def test_math_real_files(name, count, first, graded):
+    columns = {"difficulty": "level"} if graded else {}
+    prompts = load_prompts(SHARED / f"{name}.jsonl", columns=columns)
+    assert (len(prompts), prompts[0].answer, set(kinds_of(prompts))) == (count, first, {"math"})
     assert sum(prompt.difficulty is not None for prompt in prompts) == graded
     if name == "math500":
         for row in map(json.loads, (SHARED / "math500.jsonl").read_text(encoding="utf-8").splitlines()):

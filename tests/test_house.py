@@ -157,7 +157,7 @@ assert not loaded, loaded
 """
 LIGHT = [
     "reward", "runtime.config", "runtime.launch", "runtime.summary",
-    "data.prompts", "data.gsm8k", "data.math_sets", "data.tiny",
+    "data.prompts", "data.gsm8k", "data.tiny",
 ]  # fmt: skip
 
 

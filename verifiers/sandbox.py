@@ -19,6 +19,7 @@ docs/rewards.md lists the attacks that were tried, and the attacks that these la
 """
 
 import contextlib
+import csv
 import errno
 import functools
 import marshal
@@ -265,40 +266,18 @@ def bubblewrap_arguments(folder_bytes: int, is_root: bool) -> list[str]:
 # The filter of system calls
 # ------------------------------------------------------------------------------------------------------------
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH of each
-REFUSED = {  # system call -> (number on x86_64, number on aarch64); None: does not exist there
-    # processes and signals; clone3 passes flags in memory, so ENOSYS makes libc fall back to clone
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438), "setsid": (112, 157), "setpgid": (109, 154), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
-    # network, and memory outside of all limits
-    "socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447),
-    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
-    # namespaces and mounts
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
-    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
-    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
-    "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    # the kernel itself
-    "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
-    "userfaultfd": (323, 282), "perf_event_open": (298, 241), "fanotify_init": (300, 262),
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "swapon": (167, 224),
-    "swapoff": (168, 225), "reboot": (169, 142), "acct": (163, 89), "quotactl": (179, 60),
-    "syslog": (103, 116), "settimeofday": (164, 170), "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266), "adjtimex": (159, 171), "personality": (135, 92), "iopl": (172, None),
-    "ioperm": (173, None),
-}  # fmt: skip
+with INSIDE.with_name("system_calls.csv").open(newline="") as file:
+    # {system call: number on each of ARCHITECTURES}; None: does not exist there
+    REFUSED = {
+        row["name"]: tuple(int(row[name]) if row[name] else None for name in ARCHITECTURES)
+        for row in csv.DictReader(file)
+    }
 CLONE = (56, 220)  # allowed with restrictions: numbers as in REFUSED
 PRLIMIT = (302, 261)
 SOCKETPAIR = (53, 199)
 FCNTL = (72, 25)
 SENDS_SIGNALS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a pipe would send a signal to any process
-CLONE3 = (435, 435)
+CLONE3 = (435, 435)  # passes flags in memory, so ENOSYS makes libc fall back to clone
 CLONE_THREAD = 0x10000
 
 
