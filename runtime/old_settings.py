@@ -1,6 +1,6 @@
 """Settings of earlier versions under their present names.
 
-RENAMED, REMOVED and OLD_VALUES are all that the project knows of its earlier settings. They serve
+The tables of old_settings.yaml are all that the project knows of its earlier settings. They serve
 
     a command line or a YAML   the error about an old name or value names the successor (runtime/config.py)
     a checkpoint               a resume reads its settings by their present names (runtime/checkpoint.py)
@@ -13,63 +13,16 @@ holds the old name resumes. RENAMED_COUNTERS does the same for the counters of a
 """
 
 import re
+from pathlib import Path
 
-# {name of a setting in an earlier version: its present name, with the same values and the same default}
-RENAMED: dict[str, str] = {
-    "algorithm.score_centering": "centering.enabled",
-    "rollout.topk_logprobs": "centering.topk",
-    "zero_variance.teacher": "teacher.path",
-    "zero_variance.teacher_coef": "teacher.coef",
-    "zero_variance.teacher_groups": "teacher.groups",
-    "zero_variance.teacher_scores": "teacher.scores",
-    "zero_variance.teacher_token_cost": "teacher.token_cost",
-}
+import yaml
 
-# {counter of runtime.checkpoint.TrainState: keys of its present place}
-RENAMED_COUNTERS = {
-    "charged_for_teacher": ("charged_tokens",),
-    "teacher": ("extras", "teacher", "weights"),
-    "teacher_scores": ("extras", "teacher", "scores"),
-}
-
-# {name: (old default, successor)}. The old default had no effect, so that old checkpoints and records that
-# hold it stay valid without the setting.
-REMOVED: dict[str, tuple[object, str]] = {
-    "algorithm.covariance": ("clip", "algorithm.select=experiments/plugins/clip_cov.py:clip_cov"),
-    "algorithm.covariance_kl_coef": (1.0, "gone: no run showed a gain"),
-    "algorithm.covariance_range": ([1.0, 5.0], "algorithm.select_args={low: 1.0, high: 5.0}"),
-    "algorithm.covariance_share": (0.0, "algorithm.select_args={fraction: 0.0002}"),
-    "algorithm.gamma_decays": ([3.0, 2.0], "algorithm.gain_args of experiments/plugins/vespo.py:vespo"),
-    "algorithm.gamma_powers": ([2.0, 3.0], "algorithm.gain_args of experiments/plugins/vespo.py:vespo"),
-    "algorithm.kl_form": ("k3", "gone: algorithm.kl_coef penalises k3"),
-    "algorithm.off_policy_mask": (
-        0.0,
-        "algorithm.gain=experiments/plugins/off_policy_mask.py:off_policy_mask",
-    ),
-    "algorithm.part_norm": ("after_sum", "algorithm.advantage=experiments/plugins/gdpo.py:gdpo"),
-    "algorithm.soft_temperatures": ([1.0, 1.05], "algorithm.gain_args of experiments/plugins/sapo.py:sapo"),
-    "algorithm.top_entropy": (1.0, "algorithm.select=experiments/plugins/top_entropy.py:top_entropy"),
-    "reward.judge_certainty": (0.0, "gone: no run showed a gain"),
-    "zero_variance.tournament": (False, "gone: no study had a row with it"),
-}
-
-# {setting whose default has changed: the old default}
-OLD_DEFAULTS: dict[str, object] = {"rollout.dtype": "bfloat16"}
-
-# {setting: {value of an earlier version: successor}}
-OLD_VALUES: dict[str, dict[object, str]] = {
-    "algorithm.adv_norm": {
-        "batch_std": "algorithm.advantage=experiments/plugins/batch_std.py:batch_std",
-        "group_mean": "algorithm.advantage=experiments/plugins/maxrl.py:maxrl",
-        "leave_one_out": "algorithm.advantage=experiments/plugins/rloo.py:rloo",
-    },
-    "algorithm.clip_mode": {
-        "binary_kl": "algorithm.gain=experiments/plugins/dppo.py:binary_kl",
-        "gamma": "algorithm.gain=experiments/plugins/vespo.py:vespo",
-        "soft": "algorithm.gain=experiments/plugins/sapo.py:sapo",
-        "total_variation": "algorithm.gain=experiments/plugins/dppo.py:total_variation",
-    },
-}
+_TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+RENAMED: dict[str, str] = _TABLES["renamed"]
+RENAMED_COUNTERS: dict[str, list[str]] = _TABLES["counters"]
+REMOVED: dict[str, tuple[object, str]] = {name: tuple(entry) for name, entry in _TABLES["removed"].items()}
+OLD_DEFAULTS: dict[str, object] = _TABLES["old_defaults"]
+OLD_VALUES: dict[str, dict[object, str]] = _TABLES["old_values"]
 
 
 def successor_of(name: str, value: object = None) -> str | None:
