@@ -434,10 +434,8 @@ def prompts_for(judge, prompts: list[Prompt]) -> list[str]:
     A scalar judge scores the text that the policy continued. A generative judge has a chat template of its
     own, so the prompt in its question is the conversation without special tokens.
     """
-    if isinstance(judge, ScalarJudge):
-        return [
-            prompt.text.removesuffix(prompt.prefix) for prompt in prompts
-        ]  # the completion begins with it
+    if isinstance(judge, ScalarJudge):  # the completion begins with the prefix
+        return [prompt.text.removesuffix(prompt.prefix) for prompt in prompts]
     return [prompt.conversation for prompt in prompts]
 
 

@@ -28,7 +28,9 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import TYPE_CHECKING
 
 import verifiers.chain
+import verifiers.instructions
 import verifiers.math
+import verifiers.reasoning_gym
 import verifiers.verdict
 from verifiers.answer import final_answer, opened_thought
 from verifiers.kinds import ENVIRONMENT, KINDS, RULE_KINDS, SLOW_KINDS, functions_of, parts_of
@@ -177,11 +179,13 @@ async def _verify_part(
         if kind in RULES:
             return RULES[kind](completion, answer)
         if kind == "code":
-            return _code(completion, answer, code_limits)
+            from verifiers import code
+
+            return Verdict(*code.verify(completion, answer, **code_limits))
         if kind == "instructions":
             return _instructions(completion, answer, fields)
         if kind == "reasoning_gym":
-            return _reasoning_gym(completion, answer)
+            return Verdict(*verifiers.reasoning_gym.verify(completion, answer))
         function = load_function(kind)
         result = function.call(**function.arguments({**fields, "completion": completion, "answer": answer}))
         score, more = read_result(kind, await result if function.is_async else result, scale)
@@ -284,23 +288,9 @@ def _rule_of(module) -> Callable[[str, str], Verdict]:
     return lambda completion, answer: Verdict(*module.verify(completion, answer))
 
 
-def _code(completion: str, answer: str, code_limits: dict) -> Verdict:
-    from verifiers import code
-
-    return Verdict(*code.verify(completion, answer, **code_limits))
-
-
 def _instructions(completion: str, answer: str, fields: dict) -> Verdict:
-    from verifiers import instructions
-
     columns = {name: value for name, value in fields.items() if name not in COMMON_ARGUMENTS}
-    return Verdict(*instructions.verify(completion, answer, **columns))
-
-
-def _reasoning_gym(completion: str, answer: str) -> Verdict:
-    from verifiers import reasoning_gym
-
-    return Verdict(*reasoning_gym.verify(completion, answer))
+    return Verdict(*verifiers.instructions.verify(completion, answer, **columns))
 
 
 # Rules are fast and need only the completion and the answer. Slow kinds may run for seconds.
@@ -361,10 +351,8 @@ class Scoring(Task[Verdict]):
             with contextlib.suppress(Exception):
                 verifiers.math.warm_up()
         if "reasoning_gym" in terms:
-            from verifiers import reasoning_gym
-
             with contextlib.suppress(Exception):
-                reasoning_gym.load()
+                verifiers.reasoning_gym.load()
         names_of_functions = functions_of(self.kind)
         functions = []
         for name in names_of_functions:
@@ -415,10 +403,8 @@ def as_completion(term: str, answer: str) -> str:
     if term == "code":
         return "```python\npass\n```"
     if term == "reasoning_gym":
-        from verifiers import reasoning_gym
-
         with contextlib.suppress(ValueError):  # the verifier reports that an answer is not JSON
-            return f"<answer>{reasoning_gym.reference_of(answer)}</answer>"
+            return f"<answer>{verifiers.reasoning_gym.reference_of(answer)}</answer>"
     return {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}.get(term, answer)
 
 
@@ -455,9 +441,8 @@ def _comparison_of(kind: str, answer: str) -> tuple[str, str]:
     if kind == "math":
         return verifiers.math.comparison_of(answer)
     if kind == "reasoning_gym":
-        from verifiers import reasoning_gym
-
-        return str(reasoning_gym.read_row(answer)["task"]), reasoning_gym.reference_of(answer)
+        row = verifiers.reasoning_gym.read_row(answer)
+        return str(row["task"]), verifiers.reasoning_gym.reference_of(answer)
     if kind not in ("numeric", "gsm8k"):
         return "text", answer.strip()
     match = _NUMBER.search(answer.rpartition("####")[2])
@@ -585,9 +570,8 @@ def impossible_references(
     The value of tests and constraints is JSON: {constant completion: share of them that it meets}.
     """
     reasons = _idle_tests(pool, rows, warn)
-    indices_of: dict[
-        tuple, list[int]
-    ] = {}  # {(kind, answer, fields if the kind reads fields): indices of rows}
+    # {(kind, answer, fields if the kind reads fields): indices of rows}
+    indices_of: dict[tuple, list[int]] = {}
     for index, (kind, answer, fields) in enumerate(rows):
         for term in _weighted_terms(kind):
             if term == "code":
@@ -723,9 +707,8 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
             answer, fields = first_row.get(kind, rows[0][1:])
             pool.submit(name, name, answer, answer, fields)
         verdicts = pool.collect()
-        for name in [
-            name for name, verdict in verdicts.items() if verdict.reward == 0 and not verdict.failed
-        ]:
+        of_reward_0 = [name for name, v in verdicts.items() if v.reward == 0 and not v.failed]
+        for name in of_reward_0:
             answer, fields = first_row.get(kind_of[name], rows[0][1:])
             for form in ANSWER_FORMS:
                 pool.submit(form, name, form.format(answer), answer, fields)

@@ -171,7 +171,7 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
     tables = load_tables(source.path, source.subset, source.split)
     maker = PromptMaker.of(source, data, tokenizer, {*functions, source.kind}, tables)
     dropped: list[dict] = []
-    rows = make_rows(tables, maker, data, dropped)
+    rows = make_rows(tables, maker, dropped)
     remarks = ""
     chat = next((row.prompt for row in rows if row.prompt.is_chat), None)
     if data.answer_prefix and chat is not None:
@@ -191,9 +191,7 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
     return PromptSet(source, rows, description, dropped)
 
 
-def make_rows(
-    tables: list[Table], maker: "PromptMaker", data: DataSettings, dropped: list[dict]
-) -> list[Row]:
+def make_rows(tables: list[Table], maker: "PromptMaker", dropped: list[dict]) -> list[Row]:
     """Return the rows of a dataset in file order, without bad rows; see drop_or_stop.
 
     Ends with the row that fills the limit, because a trial run should not wait for the rest of a large set.
@@ -209,7 +207,7 @@ def make_rows(
             try:
                 prompt = maker.make(row, f"{file}: row {number}")
             except BadRow as error:
-                drop_or_stop(error, data, source, file, number, dropped)
+                drop_or_stop(error, maker.data, source, file, number, dropped)
                 continue
             rows.append(Row(file, number, prompt))
             num_in_range += is_in_range(prompt, source)
@@ -280,13 +278,10 @@ class PromptMaker:
     """Makes prompts from the rows of one dataset."""
 
     source: PromptSource
-    chat: str  # data.chat
+    data: DataSettings
     renderer: ChatTemplate
-    special_tokens: bool  # data.special_tokens
     columns: dict[str, str | None]  # {role: column} for each role in COLUMNS
-    kind: str | None  # verifier of rows that name none; None: gsm8k or math, by data_source and answer
     allowed: set[str]  # functions that rows may name
-    prefix: str = ""  # data.answer_prefix
 
     @classmethod
     def of(cls, source: PromptSource, data: DataSettings, tokenizer, allowed: set, tables: list[Table]):
@@ -299,10 +294,7 @@ class PromptMaker:
         if data.answer_prefix and tokenizer is not None:
             refuse_special_prefix(data.answer_prefix, tokenizer, data.special_tokens)
         allowed = {function for kind in allowed - {None} for function in functions_of(kind)}
-        return cls(
-            source, data.chat, renderer, data.special_tokens, columns, source.kind, allowed,
-            data.answer_prefix,
-        )  # fmt: skip
+        return cls(source, data, renderer, columns, allowed)
 
     def make(self, row: dict, where: str) -> Prompt:
         """Return the prompt of a row; BadRow if the row cannot become a prompt."""
@@ -315,10 +307,10 @@ class PromptMaker:
         own = self.columns["prompt"]
         prompt_column = {own: columns.pop(own)} if own in columns else {}
         is_chat = messages is not None
-        label = self.source.label
+        prefix = self.data.answer_prefix
         return Prompt(
-            text + self.prefix, answer, kind, label, difficulty, messages, columns, is_chat, question,
-            prompt_column, self.prefix,
+            text + prefix, answer, kind, self.source.label, difficulty, messages, columns, is_chat, question,
+            prompt_column, prefix,
         )  # fmt: skip
 
     def kind_of(self, row: dict, where: str) -> str:
@@ -331,7 +323,7 @@ class PromptMaker:
             return kind
         answer = field_of(row, self.columns["answer"]) if self.columns["answer"] else None
         is_gsm8k = field_of(row, "data_source") == "openai/gsm8k" or "####" in str(answer)
-        return self.kind or ("gsm8k" if is_gsm8k else "math")
+        return self.source.kind or ("gsm8k" if is_gsm8k else "math")
 
     def text_of(self, row: dict, where: str) -> tuple[str, str, list[dict] | None]:
         """Return the question, the text that the policy continues, and the messages (None for plain text)."""
@@ -341,12 +333,12 @@ class PromptMaker:
         if not is_messages(value):
             question = text_from(value, column, where, "without a prompt")
             text = template.replace("{prompt}", question)
-            if self.chat != "always":
+            if self.data.chat != "always":
                 return question, text, None
             self.check_tokens([question], where)
             messages = [{"role": "user", "content": text}]
         else:
-            if self.chat == "never":
+            if self.data.chat == "never":
                 raise ValueError(
                     f"{where}: column {column!r} is a list of messages, but data.chat=never renders none; "
                     "set data.chat=auto"
@@ -364,7 +356,7 @@ class PromptMaker:
 
     def check_tokens(self, texts: list[str], where: str) -> None:
         """Raise BadRow if a text of a message contains a special token, which would end the message."""
-        for text in () if self.special_tokens else texts:
+        for text in () if self.data.special_tokens else texts:
             if spans := token_spans(text, self.renderer.tokenizer):
                 start, end = spans[0]
                 detail = (
@@ -411,7 +403,7 @@ class PromptMaker:
         prompt_column = self.columns["prompt"]
         answer_column = self.columns["answer"]
         num_chat = sum(prompt.is_chat for prompt in prompts)
-        is_conversation = num_chat > 0 and self.chat != "always"
+        is_conversation = num_chat > 0 and self.data.chat != "always"
         shape = "columns"
         if answer_column == "reward_model.ground_truth":
             shape = "verl's columns"
@@ -419,13 +411,12 @@ class PromptMaker:
             shape = "GSM8K's columns"
         elif prompt_column == "prompt" and (is_conversation or answer_column in ("ground_truth", "solution")):
             shape = f"TRL's {'conversational' if is_conversation else 'standard'} columns"
-        columns = [
-            f"{prompt_column}: messages" if is_conversation else prompt_column, answer_column or "no answer"
-        ]  # fmt: skip
+        shown_column = f"{prompt_column}: messages" if is_conversation else prompt_column
+        columns = [shown_column, answer_column or "no answer"]
         columns += [self.columns[role] for role in ("kind", "difficulty") if self.columns[role]]
         kinds = sorted({prompt.kind for prompt in prompts})
         is_by_source = any(prompt.columns.get("data_source") == "openai/gsm8k" for prompt in prompts)
-        if not self.kind and not self.columns["kind"] and is_by_source:
+        if not self.source.kind and not self.columns["kind"] and is_by_source:
             columns.append("data_source")  # selected gsm8k, see kind_of()
         rendering = "rendered by the chat template" if num_chat else "plain text"
         if 0 < num_chat < len(prompts):

@@ -143,9 +143,8 @@ def mismatch_gate(metrics: dict[str, float], state: TrainState, config: Config) 
     measured = {name: gate for name, gate in gates.items() if gate[2] > 0 and name in metrics}
     if not measured:
         return None
-    above = [
-        name for name, (*_, limit) in measured.items() if not abs(metrics[name]) <= limit
-    ]  # NaN is above
+    # NaN is above
+    above = [name for name, (*_, limit) in measured.items() if not abs(metrics[name]) <= limit]
     state.steps_above_gate = state.steps_above_gate + 1 if above else 0
     if not above:
         return None

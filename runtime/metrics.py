@@ -392,10 +392,8 @@ def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
     for name in [name for name in metrics if name.split("/")[0] == "mismatch_weight"]:
         suffix = name.removeprefix("mismatch_weight")
         mean = metrics.pop(name)
-        mean_sq = metrics.pop(f"mismatch_weight_sq{suffix}")
-        sizes[f"mismatch_ess{suffix}"] = (
-            mean * mean / mean_sq if mean_sq else math.nan
-        )  # underflow: mean_sq 0
+        mean_sq = metrics.pop(f"mismatch_weight_sq{suffix}")  # 0 by underflow
+        sizes[f"mismatch_ess{suffix}"] = mean * mean / mean_sq if mean_sq else math.nan
     return sizes
 
 

@@ -45,9 +45,7 @@ def user_module_digests(config) -> dict[str, str | None]:
     """Return {module:function: digest of the module's file} of all functions that the settings name so."""
     digests = {}
     for name in {*all_functions(config)} - {*function_names(config)}:
-        with contextlib.suppress(
-            Exception
-        ):  # a package of the user raises anything; check_functions() explains
+        with contextlib.suppress(Exception):  # packages of users raise anything; check_functions() explains
             spec = importlib.util.find_spec(name.partition(":")[0])
             digests[name] = digest_of_file(Path(spec.origin))
     return digests

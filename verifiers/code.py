@@ -266,9 +266,8 @@ def _assert_test(text: str) -> Test:
             sides = [(a, b)]
             relation = operator.is_
         case ast.Call(ast.Name("isclose") | ast.Attribute(ast.Name("math"), "isclose"), [a, b], keywords):
-            tolerances = [
-                key for key in keywords if key.arg in ("rel_tol", "abs_tol")
-            ]  # numpy has rtol, atol
+            # numpy has rtol, atol
+            tolerances = [key for key in keywords if key.arg in ("rel_tol", "abs_tol")]
             is_constant = all(isinstance(key.value, ast.Constant) for key in tolerances)
             if len(tolerances) == len(keywords) and is_constant:
                 sides = [(a, b), (b, a)]
