@@ -363,16 +363,16 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 3920,
-    "lines of Python, data": 4705,
+    "lines of Python, data": 4570,
     "lines of Python, examples": 80,
     "lines of Python, experiments": 9605,
     "lines of Python, extras": 1545,
     "lines of Python, kernels": 738,
-    "lines of Python, runtime": 5285,
+    "lines of Python, runtime": 5040,
     "lines of Python, tests": 32650,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 11512,
-    "lines of Python, verifiers": 3510,
+    "lines of Python, the root": 11430,
+    "lines of Python, verifiers": 3490,
 }
 
 
