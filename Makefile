@@ -54,7 +54,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-METHOD_TESTS = losses model replay prompt_sharing teacher centering carry grpo zero_variance greso plugins methods second_opinion rollouts_of_a_step walkthrough
+METHOD_TESTS = losses model replay prompt_sharing teacher centering carry drafts grpo zero_variance greso plugins methods second_opinion rollouts_of_a_step walkthrough
 
 quick: $(STAMP)
 	$(TWO_AT_ONCE) quick-first quick-second

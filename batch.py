@@ -70,7 +70,7 @@ class Request:
     latency_tokens: float = 0.0  # time of the verdict, in tokens of one completion (verdict_tokens())
     work_tokens: float = 0.0  # time of the verdict, in tokens of the whole engine
     topk: int = 0  # k: most likely tokens whose log-probabilities the engine returns at each position
-    prefix: Prefix | None = None  # tokens with which the completion begins; not with topk or episodes
+    prefix: Prefix | None = None  # tokens with which the completion begins; not with episodes
 
     def after_prefix(self) -> "Request":
         """Return the engine's request: the prefix is part of the prompt.

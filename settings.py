@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from data.formats import stem_of
-from extras.settings import CarrySettings, CenteringSettings, LoraSettings, TeacherSettings
+from extras.settings import CarrySettings, CenteringSettings, DraftsSettings, LoraSettings, TeacherSettings
 from runtime.config import Section, Switch, setting
 from verifiers.kinds import KINDS, functions_of, parts_of
 
@@ -1069,6 +1069,7 @@ class Config(Section):
     centering: CenteringSettings = CenteringSettings()
     lora: LoraSettings = LoraSettings()
     carry: CarrySettings = CarrySettings()
+    drafts: DraftsSettings = DraftsSettings()
     train: TrainSettings = TrainSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

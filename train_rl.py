@@ -322,7 +322,7 @@ def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
             group.add(sample, next(completions))
     finished = [group for group, _ in local_jobs if group.is_finished]
     for extra in active(run.config):
-        extra.keep(run, [group for group, _ in local_jobs if not group.is_finished])
+        extra.keep(run, [group for group, _ in local_jobs])
     gathered: list[list[GroupOutcome]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, [outcome_of(group, run.config) for group in finished])
     return sorted(sum(gathered, []), key=lambda outcome: outcome.slot)

@@ -14,8 +14,6 @@ imported only if its settings switch it on (active()). To add one:
 4. Refuse what the mechanism cannot do, in one sentence each: contradictions() and check().
 5. Write tests/test_NAME.py with an oracle that does not import the file, a YAML in experiments/methods, and
    a row of CHANGELOG.md. CONTRIBUTING.md lists all places and the test that turns red at each.
-
-Completions that begin with a draft would override requests() and after_rollout(), see extras/carry.py.
 """
 
 import functools
@@ -157,7 +155,7 @@ class Extra:
         return []
 
     def requests(self, run, jobs: list, requests: list[Request]) -> list[Request]:
-        """Return this rank's requests of a rollout round, in their order; jobs: of the requests.
+        """Return this rank's requests of a rollout round, in their order; jobs: of the requests. Collective.
 
         Requests of evaluations do not pass here.
         """
@@ -168,7 +166,7 @@ class Extra:
         return False
 
     def keep(self, run, groups: list[Group]) -> None:
-        """Take the unfinished groups of this rank's rollout. Collective."""
+        """See this rank's groups of a rollout round, also the unfinished ones. Collective."""
 
     def after_rollout(self, run, batch: RolloutBatch, groups: list[Group]) -> None:
         """See the completions that this rank trains on."""

@@ -137,6 +137,7 @@ class Carry(Extra):
     def keep(self, run, groups: list[Group]) -> None:
         """Let the unfinished groups of this rank wait. Collective."""
         carried = run.extras["carry"]
+        groups = [group for group in groups if not group.is_finished]
         carried.waiting = [Waiting(group, carried.ages.get(group.slot, 0) + 1) for group in groups]
         gathered = [0] * dist.get_world_size()
         dist.all_gather_object(gathered, len(groups))

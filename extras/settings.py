@@ -119,9 +119,44 @@ class CarrySettings(Section):
         return self.share is not None
 
 
+class DraftsSettings(Section):
+    """Extra: completions begin with tokens of the prompt's last visit (SPEC-RL), extras/drafts.py."""
+
+    form: Literal["literal", "residual"] | None = setting(
+        None,
+        "source of the token at the first rejected position of a draft. literal: today's policy (SPEC-RL). "
+        "residual: the part of today's distribution that exceeds the old one, as in speculative sampling. "
+        "null: no drafts",
+    )
+    lenience: float = setting(
+        1.0,
+        "l: a token of a draft is accepted with probability min(1, l x its probability today / at the last "
+        "visit); above 1 more is kept, and completions drift toward earlier policies; SPEC-RL: 1.65 for GRPO",
+        per_stage=True,
+        ge=1,
+        allow_inf_nan=False,
+    )
+    topk: int = setting(
+        0,
+        "k: likely tokens per position whose log-probabilities are kept for residual, for example 128; 0: "
+        "the whole vocabulary, for which residual is exact",
+        ge=0,
+    )
+    token_cost: float = setting(
+        0.0,
+        "price of a verified token in generated tokens, which train.max_generated_tokens counts; 0: free",
+        ge=0,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether completions begin with drafts."""
+        return self.form is not None
+
+
 def without_effect(config) -> Iterator[str]:
     """List settings that change nothing while their extra is off, for refuse_contradictions()."""
-    for switch in ("teacher.path", "lora.rank", "carry.share"):
+    for switch in ("teacher.path", "lora.rank", "carry.share", "drafts.form"):
         section = getattr(config, switch.partition(".")[0])
         for name, value in section:
             if not section.is_on and value != getattr(type(section)(), name):
@@ -134,4 +169,5 @@ SECTIONS = {
     "centering": CenteringSettings,
     "lora": LoraSettings,
     "carry": CarrySettings,
+    "drafts": DraftsSettings,
 }

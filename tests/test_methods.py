@@ -122,6 +122,8 @@ PAPERS = {  # values of section algorithm that each paper states; plug-ins are f
     "several_passes": GRPO | UNCORRECTED,
     # tokens of earlier policies are a mismatch like any other
     "partial_rollouts": GRPO | {"rollout_correction": "token_tis", "rollout_correction_cap": 2.0},
+    # SPEC-RL, 2509.23232: GRPO, lenience e^0.5
+    "spec_rl": GRPO | UNCORRECTED,
     # 2510.11370: the old policy's routes; the engine's
     "replay_r2": GRPO | UNCORRECTED | {"router_replay": "r2"},
     "replay_r3": GRPO | UNCORRECTED | {"router_replay": "r3"},
@@ -144,6 +146,7 @@ EXTRAS = {  # {method: {section: settings}}
     "distillation": {"teacher": {"groups": "every", "coef": 1.0, "scores": None}},
     "score_centering": {"centering": {"enabled": True}},
     "partial_rollouts": {"carry": {"share": 0.75}},
+    "spec_rl": {"drafts": {"form": "literal", "lenience": 1.6487}},
 }
 
 

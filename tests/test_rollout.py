@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 from batch import Completion, Prefix, Request, Version
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from episodes import FORMATS, Call, Episodes, Extension
+<<<<<<< HEAD
 from extras import lora
+=======
+from extras.drafts import Tokens, begin, score_drafts
+>>>>>>> 654e263 (Drafts: completions begin with tokens of the prompt's last visit (SPEC-RL), literal or exact at lenience 1)
 from moe_model import hf_tensors, pack
 from rollout import RolloutEngine, TurnLine, set_vllm_environment, stops_of
 from settings import RolloutSettings
@@ -346,6 +351,25 @@ def test_a_completion_goes_on_after_its_prefix(stopped, policy, engine, tokenize
         assert completion.versions == (*request.prefix.versions, *added)
         assert completion.finish_reason == ("stop" if stopped else before.finish_reason)
     assert [c.versions for c in whole] == [(Version(0, len(c.token_ids)),) for c in whole]
+
+
+def test_a_prefill_scores_tokens_as_they_were_sampled(engine, tokenizer):
+    """So the drafts of the policy that has sampled them are accepted, up to rounding."""
+    requests = [replace(request, topk=len(tokenizer)) for request in requests_for(tokenizer)]
+    sampled = [
+        Tokens.of(c.token_ids, c.logprobs, c.topk_ids, c.topk_logprobs) for c in engine.generate(requests, 0)
+    ]
+    pairs = [(request.prompt_ids, tokens) for request, tokens in zip(requests, sampled)]
+    for tokens, scored, alone in zip(
+        sampled, score_drafts(engine, pairs, len(tokenizer)), score_drafts(engine, pairs, 0)
+    ):
+        assert torch.equal(tokens.ids, scored.ids) and torch.equal(tokens.ids, alone.ids)
+        for mine in (scored, alone):
+            assert torch.allclose(mine.logprobs, tokens.logprobs, atol=1e-4)
+        for position in range(len(tokens.ids)):
+            assert scored.row(position) == pytest.approx(tokens.row(position), abs=1e-4)
+        num, beginning = begin(tokens, scored, "residual", 1.0, Random(0))
+        assert num == len(tokens.ids) == len(beginning.ids)
 
 
 # ---- episodes of several turns -----------------------------------------------------------------------------
