@@ -15,11 +15,8 @@ from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 from batch import Completion, Prefix, Request, Version
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from episodes import FORMATS, Call, Episodes, Extension
-<<<<<<< HEAD
 from extras import lora
-=======
 from extras.drafts import Tokens, begin, score_drafts
->>>>>>> 654e263 (Drafts: completions begin with tokens of the prompt's last visit (SPEC-RL), literal or exact at lenience 1)
 from moe_model import hf_tensors, pack
 from rollout import RolloutEngine, TurnLine, set_vllm_environment, stops_of
 from settings import RolloutSettings
