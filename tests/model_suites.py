@@ -22,7 +22,6 @@ from transformers import (
     OlmoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 import extras.lora
@@ -332,37 +331,6 @@ def bytes_of_zero_1(engine) -> dict:
     }
 
 
-def optimizers(folder: Path) -> dict:
-    """Take two bfloat16 steps with ZeRO 1 at EP = 2: as the product does, with bfloat16 gradients held until
-    the step, and with the fused AdamW of GPUs."""
-    results = {}
-    initialize = deepspeed.initialize
-    for variant in ("product", "gradients held", "fused"):
-
-        def changed(config, variant=variant, **arguments):
-            if variant == "gradients held":
-                config["bf16"]["immediate_grad_update"] = False
-            config["optimizer"]["params"]["fused"] = variant == "fused"
-            return initialize(config=config, **arguments)
-
-        policy = policy_from(folder / "start", ep_size=2).bfloat16()
-        deepspeed.initialize = changed
-        engine = adamw_engine(policy, 1)
-        deepspeed.initialize = initialize
-        norms = [take_step(engine, tiny_batch(), step) for step in range(2)]
-        backward_of_zeros(engine)
-        groups = engine.optimizer.optimizer.param_groups
-        results[variant] = {
-            "norms": norms,
-            "held": count_bytes(parameter.grad for parameter in policy.parameters()),
-            "weights": count_bytes(engine.optimizer.bf16_groups_flat),
-            "fused": {(group["fused"], group["foreach"]) for group in groups},
-            "parameters": collect(policy.named_parameters()),
-        }
-        engine.destroy()
-    return results
-
-
 def bytes_of_zero_2(engine) -> dict:
     """Count the bytes of DeepSpeed's tensors between updates and, of gradients, after one more backward."""
     outer = engine.optimizer
@@ -382,26 +350,6 @@ def bytes_of_zero_2(engine) -> dict:
         "weights": count_bytes(getattr(outer, "param_buffer_of_bit16_for_cpu_offload_groups", [])),
         "buffer": count_bytes([getattr(outer, "temp_grad_buffer_for_gpu_offload", None)]),
     }
-
-
-def autoep(folder: Path) -> dict:
-    """Take the step of steps() by DeepSpeed's expert parallelism on transformers' model, row by row."""
-    batch = tiny_batch()
-    world_size = dist.get_world_size()
-    rows_of = [sum(micro_batches, []) for micro_batches in MICRO_BATCHES[world_size]]
-    rows = rows_of[dist.get_rank()]
-    model = Qwen3MoeForCausalLM.from_pretrained(folder / "start", attn_implementation="eager")
-    settings = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe"}
-    engine = sgd_engine(model, 1, expert_parallel=settings)
-    for i in rows + [None] * (max(map(len, rows_of)) - len(rows)):
-        prompt, completion = (batch.prompt_ids[i], batch.completion_ids[i]) if i is not None else ([0], [])
-        logits = engine(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
-        logp = logits.log_softmax(-1)
-        chosen = logp[torch.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)), completion]
-        loss = (-(batch.weights[0][i] * chosen).sum() if completion else 0.0 * logp.sum()) * world_size
-        engine.backward(loss / batch.num_targets, scale_wrt_gas=False)
-    engine.step()
-    return {"norm": float(engine.get_global_grad_norm()), "parameters": collect(model.named_parameters())}
 
 
 # ---- Pieces of expert parallelism, at EP = 2 ---------------------------------------------------------------
@@ -569,8 +517,8 @@ def save_on_a_full_disk(policy, folder: Path) -> str:
     return ""
 
 
-PIECES = (autoep, groups, dispatch, recomputed_and_replayed, another_choice)
-PAIR = (steps, resume, rounded, optimizers, *PIECES, weights)
+PIECES = (groups, dispatch, recomputed_and_replayed, another_choice)
+PAIR = (steps, resume, rounded, *PIECES, weights)
 SECTIONS = {1: [steps], 2: PAIR, 4: [steps, weights]}  # by number of ranks
 
 

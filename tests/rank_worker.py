@@ -27,7 +27,7 @@ from rollout import Completion
 from runtime.checks import refuse_nonfinite_rewards
 from runtime.learning_rate import set_learning_rate
 from runtime.metrics import batch_metrics, reduce_metrics
-from runtime.schedule import exchange, split_micro_batches
+from runtime.schedule import exchange
 
 
 def weights_of(policy: moe_model.Policy) -> dict[str, torch.Tensor]:
@@ -271,23 +271,17 @@ def parcels(case: str, rank: int) -> list[list]:
 
 
 def schedule(folder: Path) -> dict:
-    """Call reduce_metrics(), split_micro_batches() and, on two ranks, exchange() with different inputs."""
+    """Call reduce_metrics() and, on two ranks, exchange() with different inputs."""
     rank = dist.get_rank()
     received = {}
     for case in PARCELS if dist.get_world_size() == 2 else ():
         sent = parcels(case, rank)
         received[case] = exchange(sent)
         assert all(one is other for one, other in zip(received[case], sent[rank])), "no copy"
-    lengths = [[40, 3, 9, 9, 1, 22, 5, 5, 30], [8, 2]][rank]
-    single_rows = list(range(1 + 2 * rank))
     pairs = {"mean": (1.0 + rank, 1 + 2 * rank), "none": (0.0, 0), "tokens_total": (5.0 + rank, 1)}
     pairs |= {"length_max": (7.0 - 3 * rank, 1), "below_max": (-2.0 - rank, 1), "max_of_total": (3.0, 2)}
     return {
         "exchange": received,
-        "micro_batches": split_micro_batches(lengths, list(range(len(lengths))), 45, balance=True),
-        "single_rows": {
-            balance: split_micro_batches([3, 3, 3], single_rows, 1, balance) for balance in (True, False)
-        },
         "reduced": reduce_metrics(pairs),
     }
 
@@ -356,24 +350,14 @@ def run_update_of_groups(case: dict, model: Path, group) -> dict:
 
 
 def zero_variance(folder: Path) -> dict:
-    """Sample and update as FOLDER/request.pt says; also record every result of num_new_prompts()."""
+    """Update as FOLDER/request.pt says."""
     request = torch.load(folder / "request.pt")
     num_experts = moe_model.num_experts_of(moe_model.load_config(folder / "model"))
     group = moe_model.create_expert_parallel_group(1, num_experts)
-    num_new_prompts = train_rl.num_new_prompts
-    counts = []
-
-    def recording(*arguments) -> int:
-        counts.append(num_new_prompts(*arguments))
-        return counts[-1]
-
-    train_rl.num_new_prompts = recording
-    sampling = [sample_steps(case) for case in request["sampling"]]
-    train_rl.num_new_prompts = num_new_prompts
     updates = {
         case["name"]: run_update_of_groups(case, folder / "model", group) for case in request["updates"]
     }
-    return {"sampling": sampling, "num_new_prompts": counts, "updates": updates}
+    return {"updates": updates}
 
 
 SUITES = {

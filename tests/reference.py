@@ -304,9 +304,6 @@ def token_groups_of(
 
 
 # ---- 5. Ratios ---------------------------------------------------------------------------------------------
-def importance_ratio(logprob: float, old_logprob: float) -> float:
-    """Return r_{i,t} = pi(y_{i,t}) / pi_old(y_{i,t}): DeepSeekMath, eq. 3."""
-    return math.exp(logprob - old_logprob)
 
 
 def geometric_mean_ratio(log_ratios: list[float], tau: list[int]) -> float:
@@ -369,21 +366,6 @@ def entropy_clip_eps(entropies: list[float], tau, num_groups: int, t: int, setti
 def is_clipped(ratio: float, advantage: float, eps_low: float, eps_high: float) -> bool:
     """Tell whether the minimum of the surrogate takes its clipped branch; a tie counts as unclipped."""
     return clip(ratio, 1.0 - eps_low, 1.0 + eps_high) * advantage < ratio * advantage
-
-
-def clipped_surrogate(ratio: float, advantage: float, eps_low: float, eps_high: float) -> float:
-    """Return the pessimistic gain of a token.
-
-        min( r A, clip(r, 1 - eps_low, 1 + eps_high) A )
-
-    DAPO, eq. 8; with eps_low = eps_high DeepSeekMath, eq. 3 (PPO, arXiv 1707.06347, eq. 7).
-    """
-    return min(ratio * advantage, clip(ratio, 1.0 - eps_low, 1.0 + eps_high) * advantage)
-
-
-def clipped_surrogate_slope(ratio, advantage, eps_low, eps_high, ratio_slope: float) -> float:
-    """Return A dr on the first branch and 0 on the clipped one, which is constant."""
-    return 0.0 if is_clipped(ratio, advantage, eps_low, eps_high) else advantage * ratio_slope
 
 
 def two_sided_surrogate(ratio, advantage, eps_low, eps_high, cap: float) -> float:
@@ -627,45 +609,3 @@ def policy_objective_slope(
         if settings["kl_coef"]:
             slopes[i][t] -= weight * settings["kl_coef"] * kl_k3_slope(logprobs[i][t], ref_logprobs[i][t])
     return slopes
-
-
-def grpo_objective(logprobs, old_logprobs, advantages, ref_logprobs, clip_eps, kl_coef) -> float:
-    """Return the objective of GRPO.
-
-        J = 1/N sum_i 1/T_i sum_t { min( r A, clip(r, 1 - eps, 1 + eps) A ) - beta KL_k3 }
-
-    DeepSeekMath, eq. 3 and 4. N counts the completions of all prompts, also a completion without tokens.
-    """
-    total = 0.0
-    for i in range(len(logprobs)):
-        for t in range(len(logprobs[i])):
-            ratio = importance_ratio(logprobs[i][t], old_logprobs[i][t])
-            gain = clipped_surrogate(ratio, advantages[i][t], clip_eps, clip_eps)
-            if kl_coef:
-                gain -= kl_coef * kl_k3(logprobs[i][t], ref_logprobs[i][t])
-            total += gain / (len(logprobs) * len(logprobs[i]))
-    return total
-
-
-def grpo_objective_slope(
-    logprobs, old_logprobs, advantages, ref_logprobs, clip_eps, kl_coef
-) -> list[list[float]]:
-    """Return dJ / dlogprob_{i,t}, term by term; dr / dlogprob = r."""
-    slopes = []
-    for i in range(len(logprobs)):
-        slopes.append([])
-        for t in range(len(logprobs[i])):
-            ratio = importance_ratio(logprobs[i][t], old_logprobs[i][t])
-            slope = clipped_surrogate_slope(ratio, advantages[i][t], clip_eps, clip_eps, ratio)
-            if kl_coef:
-                slope -= kl_coef * kl_k3_slope(logprobs[i][t], ref_logprobs[i][t])
-            slopes[i].append(slope / (len(logprobs) * len(logprobs[i])))
-    return slopes
-
-
-def warmed_up_learning_rate(learning_rate: float, warmup_steps: int, step: int) -> float:
-    """Return the learning rate of update number `step`, counted from 0.
-
-    lr (step + 1) / (warmup_steps + 1) until step = warmup_steps, then lr
-    """
-    return learning_rate if step >= warmup_steps else learning_rate * (step + 1) / (warmup_steps + 1)

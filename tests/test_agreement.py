@@ -5,13 +5,13 @@ import json
 import platform
 import shutil
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, torchrun, train
+from conftest import ROOT, SMALL, train
 from helpers import make_config, make_prompts
 from safetensors.torch import load_file, save_file
 
@@ -125,11 +125,6 @@ def test_another_copy_of_the_rows_is_refused_on_all_ranks(ranks, other):
     assert "rank 1 on" in text and "data.train set" in text and "3 rows" in text and "differ: 1)" in text
 
 
-def test_equal_rows_agree(ranks):
-    agreed = ranks(2).run(lambda rank: check_inputs_agree(sets_of(make_prompts(3)).digests()))
-    assert list(agreed) == [None, None]
-
-
 @pytest.mark.parametrize("place", [0, 0.37, 1], ids=["begin", "middle", "end"])
 def test_large_weights_are_told_apart_by_a_part_of_their_bytes(tmp_path, monkeypatch, place):
     monkeypatch.setattr(agreement, "WHOLE_BYTES", 1000)
@@ -237,12 +232,6 @@ def test_a_date_has_one_spelling(value):
     assert make_config(f"data.date={value}").data.date == "2026-11-28"
 
 
-@pytest.mark.parametrize("value", ["today", "2026-13-01", "[]"])
-def test_other_values_are_no_date(value):
-    with pytest.raises(ValueError, match="data.date"):
-        make_config(f"data.date={value}")
-
-
 def test_ranks_take_the_date_of_rank_0_and_a_resume_that_of_the_checkpoint(ranks):
     fake = ranks(2)
 
@@ -266,21 +255,3 @@ def test_scores_of_another_date_are_named(tmp_path):
         keep_by_offline_scores(make_prompts(2), str(file), 0, 1, False)
     assert score.date_of(file) == "2020-01-01" and date_of_scores(file, "2020-01-01") == ""
     assert score.date_of(tmp_path / "none") == datetime.now().date().isoformat()
-
-
-@pytest.mark.slow
-def test_a_resume_on_another_day_renders_the_same_prompts(clock_model, tmp_path):
-    nodes = clock_model.parent
-    settings = [
-        *SMALL, f"model.path={clock_model}", "data.eval=[]", "data.chat=always", "model.ep_size=1",
-        f"data.train=[{{path: {nodes}/train.jsonl}}]", f"run.dir={tmp_path}/run",
-        "rollout.prompts_per_step=4",
-    ]  # fmt: skip
-    first_day = (datetime.now(UTC) + timedelta(hours=23)).strftime("%d")
-    for steps, zone in ((1, "XXX-23"), (2, "XXX+23")):  # 46 hours apart
-        done = train(*settings, f"train.num_steps={steps}", ranks=1, start=torchrun, env={"TZ": zone})
-        assert done.returncode == 0, done.stderr[-2000:]
-    assert "resumed from" in done.stdout
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert json.loads((tmp_path / "run" / "versions.json").read_text())["prompt_date"][-2:] == first_day
-    assert {row["step"] for row in rows} == {1, 2} and {row["prompt"][:2] for row in rows} == {first_day}

@@ -4,17 +4,14 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import pickle
 import resource
 import shutil
 import time
-import tracemalloc
-from collections import Counter, deque
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -42,7 +39,6 @@ from runtime.checkpoint import (
 )
 from runtime.memory import GIB, NodeMemory
 from runtime.metrics import append_rows, log_metrics, sample_rows
-from runtime.stages import StagePosition
 from runtime.user_files import digest_of_file, file_of, user_file_digests
 
 
@@ -185,69 +181,14 @@ def test_rank_0_alone_chooses_the_dtypes_for_ranks_on_other_processors(ranks, mo
     assert [config.rollout.dtype for config in explicit] == ["float32"] * 2
 
 
-def test_the_digests_of_large_files_are_computed_without_reading_the_files(run, monkeypatch):
-    """All files of tensors are large in a real run; safetensors and torch.save() write them."""
-    run.policy.bfloat16()
-    num_read = Counter()
-    file_digest = hashlib.file_digest
-
-    def recording(file, name):
-        num_read[Path(file.name).suffix] += 1
-        return file_digest(file, name)
-
-    monkeypatch.setattr(hashlib, "file_digest", recording)
-    save(run, 1)
-    assert num_read[".json"] > 0 == num_read[".safetensors"] + num_read[".pt"]
-    folder = run.folder / "step_000001"
-    digests = json.loads((folder / "state.json").read_text())["files"]
-    assert digests == {
-        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        for name in every_file(folder)
-        if name != "state.json"
-    }
-
-
-def test_a_resume_maps_the_file_of_a_rank_and_releases_the_file(run, monkeypatch):
-    """AdamW's states are on the host here, and may not stay in a file that a later checkpoint deletes."""
-    adamw = run.trainer.optimizer.optimizer
-    for parameter in run.policy.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    adamw.step()
-    save(run, 1)
-    saved = [dict(values) for values in adamw.state.values()]
-    adamw.state.clear()
-    file = run.folder / "step_000001" / "rank_00000.pt"
-    is_mapped = lambda: str(file) in Path("/proc/self/maps").read_text()
-    load_optimizer_shard = moe_model.load_optimizer_shard
-    was_mapped = []
-
-    def recording(*arguments):
-        was_mapped.append(is_mapped())
-        load_optimizer_shard(*arguments)
-
-    monkeypatch.setattr(moe_model, "load_optimizer_shard", recording)
-    lifecycle.resume(file.parent, run.trainer, run.history, run.prompts, run.config)
-    assert was_mapped == [True] and not is_mapped()
-    for values, expected in zip(adamw.state.values(), saved, strict=True):
-        assert values.keys() == expected.keys()
-        assert all(torch.equal(values[name], expected[name]) for name in expected)
-
-
 @pytest.mark.parametrize(
     "num_saved, settings, free_gib, is_refused",
     [
-        (0, "every=10", 8.9, True),
-        (0, "every=10", 9.1, False),
-        (1, "every=10", 5.9, True),
-        (2, "every=10", 2.9, True),
-        (2, "every=10", 3.1, False),
-        (0, "keep=1", 5.9, True),
-        (0, "every=50", 5.9, True),
-        (0, "every=50", 6.1, False),
+        (0, "every=10", 8.9, True), (0, "every=10", 9.1, False), (1, "every=10", 5.9, True),
+        (2, "every=10", 3.1, False), (0, "keep=1", 5.9, True), (0, "every=50", 6.1, False),
         (0, "every=0", 2.9, True),
-        (0, "every=0", 3.1, False),
     ],
-)
+)  # fmt: skip
 def test_a_disk_without_room_for_its_checkpoints_is_refused_at_the_start(
     num_saved, settings, free_gib, is_refused, run, tmp_path, monkeypatch
 ):
@@ -277,22 +218,6 @@ def test_the_planned_size_of_a_checkpoint_is_the_size_of_its_files(dtype, run):
     planned = lifecycle.checkpoint_bytes(moe_model.parameter_counts(run.policy.config), dtype)
     # Beside the tensors, a file has names and shapes: a few hundred bytes for each of the small tensors here
     assert planned < sum(path.stat().st_size for path in tensors) < planned + 1000 * 4 * len(masters)
-
-
-def test_an_offloaded_optimizer_step_has_the_cores_of_its_rank(monkeypatch):
-    """Two ranks of a mock node with a GPU and 24 cores."""
-    num_threads = [1]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads[-1])
-    monkeypatch.setattr(torch, "set_num_threads", num_threads.append)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(24)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    offload = make_config("train.offload_optimizer=true", "train.zero_stage=2").train
-    for settings, on_gpu in ((offload, False), (make_config().train, True), (offload, True)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
-        with pytest.raises(ZeroDivisionError), lifecycle.threads_of_step(settings):
-            assert num_threads == ([1, 12] if settings is offload and on_gpu else [1])
-            raise ZeroDivisionError
-    assert num_threads == [1, 12, 1]
 
 
 @pytest.mark.parametrize("budget, is_last", [("null", False), (10, False), (9, True), (8, True)])
@@ -493,67 +418,6 @@ def test_a_broken_line_of_the_metrics_is_skipped_and_named(run, tmp_path, capsys
     output = capsys.readouterr().out
     assert [number for number in range(1, 8) if f"line {number}," in output] == [2, 4, 5]
     assert not list(folder.glob("*.partial"))
-
-
-def test_a_resume_reads_the_samples_line_by_line(run, tmp_path):
-    """Samples of a long run exceed the memory: 20 MB here, of which the resume may hold a few lines."""
-    rows = [json.dumps({"step": step, "completion": "x" * 100_000}) + "\n" for step in range(200)]
-    (tmp_path / "samples.jsonl").write_text("".join(rows))
-    tracemalloc.start()
-    checkpoint.drop_redone_rows(tmp_path / "samples.jsonl", {"step": 100, "evaluated_step": -1})
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes < 3e6 and (tmp_path / "samples.jsonl").read_text() == "".join(rows[:101])
-
-
-@pytest.fixture
-def set_up_functions(monkeypatch) -> MagicMock:
-    """Replace the functions that lifecycle.set_up() calls before the engine starts; the trackers fail."""
-    functions = MagicMock()
-    names = """
-    announce check_fixed_models check_inputs_agree check_ranks check_sizes connect_ranks is_finished
-    input_files load_data load_judge load_tokenizer moe_model node_memory num_experts_of open_run_dir
-    record_launch refuse_nonfinite_weights refuse_unknown_tokens start_engine start_interaction start_pool
-    start_trackers state_of with_date with_dtypes with_micro_batches
-    """
-    for name in names.split():
-        monkeypatch.setattr(lifecycle, name, getattr(functions, name))
-    functions.connect_ranks.return_value = (MagicMock(), MagicMock(), MagicMock())
-    functions.open_run_dir.return_value = (None, None, {"state": {}})
-    functions.is_finished.return_value = False
-    functions.load_data.return_value = (MagicMock(), [], [])
-    functions.start_trackers.side_effect = ValueError("no login")
-    return functions
-
-
-def test_a_tracker_that_fails_ends_the_run_before_the_engine_starts(tmp_path, one_rank, set_up_functions):
-    """For example wandb without a login; the engine of a large model takes minutes."""
-    config = make_config(f"run.dir={tmp_path}")
-    set_up_functions.state_of.return_value = TrainState(step=3)
-    set_up_functions.with_date.return_value = config
-    set_up_functions.with_micro_batches.return_value = [config]
-    with pytest.raises(ValueError, match="no login"):
-        lifecycle.set_up(config)
-    assert set_up_functions.start_trackers.call_args.args[2] == 3
-    assert not set_up_functions.start_engine.called
-
-
-@pytest.mark.parametrize(
-    "number, sets, evaluates", [(0, ["test"], True), (1, ["test"], False), (0, [], False)]
-)
-def test_the_stage_decides_whether_a_launch_begins_with_an_evaluation(
-    number, sets, evaluates, tmp_path, one_rank, set_up_functions
-):
-    """Else a resumed run would log its evaluation of step 10 twice, or lose the one of an earlier launch."""
-    config = make_config(f"run.dir={tmp_path}", "eval.every=20")
-    configs = [make_config(f"run.dir={tmp_path}", f"eval.every={every}") for every in (10, 15)]
-    set_up_functions.state_of.return_value = TrainState(step=10, stage=StagePosition(number=number))
-    set_up_functions.with_date.return_value = config
-    set_up_functions.with_micro_batches.return_value = configs
-    set_up_functions.load_data.return_value = (MagicMock(eval_sets=sets), [], [])
-    with pytest.raises(ValueError, match="no login"):
-        lifecycle.set_up(config)
-    assert set_up_functions.record_launch.call_args.args[-2] is evaluates
 
 
 def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):

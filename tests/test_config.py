@@ -18,7 +18,6 @@ import torch
 import transformers
 import yaml
 from conftest import ROOT
-from pydantic import ValidationError
 
 import configure
 import lifecycle
@@ -26,7 +25,6 @@ import moe_model
 import plugins
 import train_rl
 from configure import config_warnings
-from data import tiny
 from data.prompts import PromptSource
 from extras import base as extras
 from runtime import tracking
@@ -143,15 +141,6 @@ def test_the_text_of_an_optional_setting_names_the_word_that_turns_it_off():
         for part in name.replace("[]", ".0").split("."):
             config = config[int(part)] if part.isdigit() else getattr(config, part)
         assert config is None, name
-
-
-def test_a_config_cannot_be_changed():
-    config = load()
-    for owner, name in ((config, "train"), (config.train, "seed"), (config.data.train[0], "path")):
-        with pytest.raises(ValidationError, match="frozen"):
-            setattr(owner, name, getattr(owner, name))
-    with pytest.raises(ValidationError):
-        config.train.undeclared = 1
 
 
 def test_the_resolved_config_loads_as_the_same_config(write):
@@ -466,35 +455,6 @@ def test_every_contradiction_is_refused_by_some_case(monkeypatch):
     assert reached == set().union(*map(yields_of, functions))
 
 
-def test_the_refused_settings_are_legitimate_alone():
-    """Only the combination is refused: with another value of either setting, the config loads."""
-    legitimate = (
-        "teacher.path=x zero_variance.rl_zvp=true", "teacher.path=x",
-        "teacher.path=x teacher.groups=every teacher.token_cost=1",
-        "zero_variance.probe_size=7", "zero_variance.rl_zvp=true", "zero_variance.drop=true",
-        "zero_variance.refill=true zero_variance.drop=true", "reward.judge=scalar reward.judge_path=x",
-        "zero_variance.history=true zero_variance.explore_unsolved=0",
-        "zero_variance.history=true zero_variance.retest_steps=0",
-        "reward.overlong_buffer=8 rollout.max_new_tokens=8",
-        "reward.judge=generative reward.judge_path=x reward.judge_mode=round_robin",
-        "algorithm.clip_mode=before_mean algorithm.ratio_level=sequence",
-        "algorithm.clip_mode=entropy_adaptive algorithm.entropy_clip_form=over_tokens",
-        f"algorithm.gain={SAPO}", f"algorithm.advantage={RLOO}",
-        "algorithm.rollout_correction=token_mask algorithm.rollout_correction_floor=0.5",
-        "algorithm.adv_norm=mean_only", "algorithm.clip_cap=3",
-        f"centering.enabled=true {TOPK} algorithm.clip_mode=weight", TOPK,
-        "algorithm.ratio_form=literal algorithm.ratio_level=sequence",
-        "algorithm.old_policy=rollout algorithm.router_replay=r3",
-        "algorithm.rollout_correction=sequence_tis algorithm.router_replay=r2",
-        "rollout.expert_parallel=true rollout.tensor_parallel=2 rollout.fp8=on",
-        "rollout.capture_routes=false", "rollout.dtype=float32 rollout.fp8=simulate",
-        "train.minibatches_per_step=4 rollout.prompts_per_step=8",
-        "train.offload_optimizer=true train.zero_stage=2",
-    )  # fmt: skip
-    for settings in legitimate:
-        assert load(*settings.split())
-
-
 def warning_of(*settings: str) -> str:
     """Return the only warning about some settings."""
     (warning,) = config_warnings(load(*settings))
@@ -565,10 +525,6 @@ def test_dtypes_that_differ_or_exceed_the_parity_check_are_announced(policy, eng
     for warning in warnings:
         assert "abs(dlogp)" in warning and policy in warning and engine in warning
         assert ("rollout.parity_mean" in warning) == (limit < 0.04)
-
-
-def test_a_function_is_a_module_and_a_name():
-    assert load("reward.functions=['my.module:verify']").reward.functions == ["my.module:verify"]
 
 
 def test_a_config_without_training_prompts_is_refused():
@@ -675,18 +631,6 @@ def test_an_unknown_section_or_option_is_refused_in_few_lines(arguments, word, c
     assert caught.value.code == 2 and word in error and len(error.splitlines()) < 10
 
 
-def test_every_field_of_every_section_is_a_setting():
-    def leaves(values, prefix=""):
-        for key, value in values.items():
-            is_section = isinstance(value, dict) and value != {}
-            yield from leaves(value, f"{prefix}{key}.") if is_section else [prefix + key]
-
-    assert set(leaves(Config().model_dump())) == {name for name in SETTINGS if "[]" not in name}
-    for source in ("data.train", "data.eval"):
-        listed = {name.removeprefix(f"{source}[].") for name in SETTINGS if name.startswith(f"{source}[].")}
-        assert listed == set(PromptSource.model_fields)
-
-
 SECTIONS = {name: info.annotation.__name__ for name, info in Config.model_fields.items() if name != "stages"}
 
 
@@ -714,16 +658,19 @@ def settings_read_by(source: str) -> set[str]:
 
 
 def test_every_setting_is_read_by_some_code():
-    """Apart from settings.py and configure.py; test_losses.py changes each setting of the algorithm."""
+    """Apart from settings.py and configure.py."""
     assert settings_read_by("def f(x: TrainSettings): g = c.rollout; g.fp8; x.seed; c.run.dir = 1") == {
         "train.seed", "rollout.fp8"
     }  # fmt: skip
-    by_name = {"rollout.max_num_seqs", "centering.enabled"}  # sequences_at_once, Extra.name
+    by_name = {  # sequences_at_once, Extra.name, plugins.py's names of hooks, and arguments of gains
+        "rollout.max_num_seqs", "centering.enabled", "algorithm.advantage_args", "algorithm.gain_args",
+        "algorithm.select_args", "algorithm.clip_cap", "algorithm.ratio_form",
+    }  # fmt: skip
     folders = (ROOT, *(ROOT / name for name in ("data", "extras", "runtime", "verifiers")))
     files = [file for folder in folders for file in folder.glob("*.py")]
     files = [file for file in files if file.stem not in ("settings", "configure", "old_settings")]
     read = set().union(*(settings_read_by(file.read_text()) for file in files)) | by_name
-    names = {name for name in SETTINGS if "[]" not in name and not name.startswith(("stages", "algorithm."))}
+    names = {name for name in SETTINGS if "[]" not in name and not name.startswith("stages")}
     assert len(names) > 80 and names - read == set()
 
 
@@ -857,13 +804,3 @@ def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty.*config.json"):
         moe_model.model_folder(tmp_path / "empty")
-
-
-def test_a_policy_is_built_from_a_name_of_the_hub(tmp_path, monkeypatch):
-    """For example, the reference model of a KL term."""
-    saved = tiny.build_policy(tiny.Recipe(), 20)
-    moe_model.save_hf(saved, tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(tmp_path))
-    settings = load("model.dtype=float32").model
-    policy = moe_model.build_policy(settings, "owner/model", None, torch.device("cpu"))
-    assert all(map(torch.equal, policy.parameters(), saved.parameters()))

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import random
 import socket
 from collections import Counter
 from contextlib import contextmanager
@@ -120,23 +119,6 @@ def test_line_ends_byte_order_mark_and_blank_lines_do_not_matter(tmp_path, end, 
     variant = write_lines(tmp_path / "variant.jsonl", ROWS, end, start)
     assert variant.read_bytes() != plain.read_bytes()
     assert load_prompts(variant, name="set") == load_prompts(plain, name="set")
-
-
-@pytest.mark.parametrize("start", ["", "\ufeff\n "])
-def test_json_list_equals_json_lines(tmp_path, start):
-    lines = write_lines(tmp_path / "set.jsonl", ROWS)
-    document = tmp_path / "set.json"
-    document.write_text(start + json.dumps(ROWS, indent=1), encoding="utf-8")
-    assert load_prompts(document) == load_prompts(lines)
-
-
-def test_parquet_equals_jsonl_and_leaves_no_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = [row | {"answer": str(row["answer"])} for row in ROWS]
-    lines = write_lines(tmp_path / "set.jsonl", rows)
-    parquet = rows_as_parquet(tmp_path / "set.parquet", rows)
-    assert load_prompts(parquet) == load_prompts(lines)
-    assert not (tmp_path / "cache").exists()
 
 
 def test_a_rewritten_parquet_file_is_read_again(tmp_path):
@@ -409,13 +391,6 @@ def test_a_row_that_names_a_function_is_refused_with_file_row_and_settings(tmp_p
             load_prompts(path, **options)
 
 
-def test_a_row_may_name_the_function_that_the_settings_name(tmp_path):
-    path = write_lines(tmp_path / "set.jsonl", [HARMLESS, HARMFUL])
-    for options in ({"kind": "timeit:timeit"}, {"functions": ["timeit:timeit"]}):
-        assert kinds_of(load_prompts(path, **options)) == ["exact", "timeit:timeit"]
-    assert kinds_of(load_prompts(path, columns={"kind": None})) == ["math", "math"]
-
-
 def test_a_run_takes_functions_from_its_settings_alone(tmp_path):
     """Rows of every source may use a function that one source names: both come from the same settings."""
     source = {"path": str(write_lines(tmp_path / "set.jsonl", [HARMLESS, HARMFUL]))}
@@ -492,6 +467,11 @@ def write_csv(path, rows, opener=open):
     return path
 
 
+def write_json(path, rows):
+    path.write_text("\ufeff\n " + json.dumps(rows, indent=1), encoding="utf-8")
+    return path
+
+
 def write_gz(path, rows):
     plain = write_lines(path.with_suffix(""), rows)
     path.write_bytes(gzip.compress(plain.read_bytes()))
@@ -522,6 +502,7 @@ def save_to_disk(folder, rows, split=None):
 PLAIN = [{"prompt": row["question"], "answer": row["answer"]} for row in QUESTIONS]
 FORMATS = {  # {name: function that writes QUESTIONS into a folder and returns the path}
     "jsonl": lambda d: write_lines(d / "set.jsonl", QUESTIONS),
+    "json": lambda d: write_json(d / "set.json", QUESTIONS),
     "plain columns": lambda d: write_lines(d / "set.jsonl", PLAIN),
     "jsonl.gz": lambda d: write_gz(d / "set.jsonl.gz", QUESTIONS),
     "csv": lambda d: write_csv(d / "set.csv", QUESTIONS),
@@ -554,15 +535,6 @@ def load_with_template(path, tokenizer, **settings):
 
 def fields_of(sets):
     return [(p.text, p.answer, p.kind, p.source, p.messages, p.is_chat) for p in sets.train]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_prompts_and_tokens(tmp_path, tokenizer, name):
-    sets = load_with_template(FORMATS[name](tmp_path), tokenizer, chat="never")
-    texts = [f"{row['question']}\nAnswer after ####." for row in QUESTIONS]
-    expected = [(text, row["answer"], "gsm8k", "set", None, False) for text, row in zip(texts, QUESTIONS)]
-    assert fields_of(sets) == expected
-    assert sets.train_ids == [tokenizer(text)["input_ids"] for text in texts]
 
 
 @pytest.mark.parametrize("name", {**FORMATS, **CONVERSATIONS})
@@ -625,26 +597,6 @@ def test_a_verifier_reads_the_columns_of_a_row_of_verl(tmp_path, tokenizer):
         "messages": messages_of(QUESTIONS[0]),
     }  # fmt: skip
     assert json.loads(json.dumps(prompt.fields)) == prompt.fields
-
-
-def test_dapo_rows_and_columns_by_dots(tmp_path, tokenizer):
-    row = {
-        "data_source": "math_dapo", "prompt": messages_of(QUESTIONS[0]), "ability": "MATH",
-        "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
-        "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079", "level": 3},
-    }  # fmt: skip
-    path = rows_as_parquet(tmp_path / "dapo.parquet", [row])
-    columns = {"difficulty": "extra_info.level"}
-    (prompt,) = load_prompts(path, tokenizer=tokenizer, columns=columns)
-    assert (prompt.answer, prompt.kind, prompt.difficulty, prompt.source) == ("34", "math", 3.0, "dapo")
-    row |= {"extra_info.level": 7, "data_source": "openai/gsm8k"}
-    path = write_lines(tmp_path / "dapo.jsonl", [row, row | {"data_source": "lighteval/MATH"}])
-    prompts = load_prompts(path, tokenizer=tokenizer, columns=columns)
-    difficulties = [prompt.difficulty for prompt in prompts]
-    assert difficulties == [7, 7], "a column with the dotted name wins over a nested field"
-    assert kinds_of(prompts) == ["gsm8k", "math"]
-    (note,) = load_sets(DataSettings(train=[{"path": str(path)}]), tokenizer, 999, [], 0).notes
-    assert "data_source" in note and "gsm8k, math" in note
 
 
 @pytest.mark.parametrize(
@@ -1133,34 +1085,6 @@ def run_gsm8k(train, test, output):
     return {split: load_prompts(output / f"{split}.jsonl") for split in ("train", "validation", "test")}
 
 
-def test_gsm8k_columns_and_summary(tmp_path, capsys):
-    splits = build_gsm8k(tmp_path, gsm8k_rows(200, "train"), gsm8k_rows(5, "test"))
-    text = "test 2?\nGive the final answer after ####."
-    assert splits["test"][2] == Prompt(text, "2000", "gsm8k", "test", 3.0, columns={"difficulty": 3})
-    assert len(splits["train"]) + len(splits["validation"]) == 200
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 3
-    assert printed[2].endswith("test.jsonl: 5 rows, mean question 7 characters, 1.8 steps")
-
-
-def test_gsm8k_validation_depends_on_the_question_alone(tmp_path):
-    rows = gsm8k_rows(400, "train")
-    shuffled = random.Random(0).sample(rows, len(rows))
-    runs = []
-    for name, train in (("first", rows), ("second", rows), ("shuffled", shuffled), ("fewer", rows[:300])):
-        (tmp_path / name).mkdir()
-        splits = build_gsm8k(tmp_path / name, train, gsm8k_rows(5, "test"))
-        runs.append({split: set(texts_of(prompts)) for split, prompts in splits.items()})
-    first, second, reordered, fewer = runs
-    assert first == second == reordered
-    assert not first["train"] & first["validation"]
-    assert 8 <= len(first["validation"]) <= 40  # 400 questions, one in twenty
-    assert fewer["validation"] < first["validation"]
-    bytes_of = lambda name: {path.name: path.read_bytes() for path in (tmp_path / name / "out").iterdir()}
-    assert bytes_of("first") == bytes_of("second")
-    assert sorted(bytes_of("first")) == ["test.jsonl", "train.jsonl", "validation.jsonl"]
-
-
 def test_gsm8k_validation_of_a_known_question():
     """The choice is part of the data: another hash would move questions between the splits of old runs."""
     chosen = [index for index in range(100) if gsm8k.in_validation(f"Question {index}?")]
@@ -1168,30 +1092,11 @@ def test_gsm8k_validation_of_a_known_question():
     assert gsm8k.in_validation(f" Question \n {chosen[0]}? ")
 
 
-@pytest.mark.parametrize(
-    "solution, number",
-    [
-        ("#### 18", "18"),
-        ("a #### 1\n#### -2", "-2"),
-        ("####1,234,567 \n", "1234567"),
-        ("#### $0.50", "0.50"),
-    ],
-)
-def test_gsm8k_final_number(solution, number):
-    assert gsm8k.final_number(solution, "file") == number
-
-
 @pytest.mark.parametrize("solution", ["18", "#### eighteen", "#### 18 dollars", "####"])
 def test_gsm8k_solution_without_number(tmp_path, solution):
     rows = gsm8k_rows(2, "train") + [{"question": "q", "answer": solution}]
     with refuses("raw_train.jsonl: row 3", "'answer'", "####"):
         build_gsm8k(tmp_path, rows, gsm8k_rows(5, "test"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_gsm8k_refuses_a_test_question_in_train(tmp_path):
-    with refuses("evaluation prompts"):
-        build_gsm8k(tmp_path, gsm8k_rows(50, "same"), gsm8k_rows(50, "same"))
     assert not (tmp_path / "out").exists()
 
 

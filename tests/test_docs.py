@@ -270,33 +270,6 @@ def test_the_evaluation_for_eight_gpus_repeats_the_settings_of_the_run(tmp_path,
     assert evaluate.training_warnings(tmp_path, settings) == []
 
 
-# ---- several nodes -----------------------------------------------------------------------------------------
-STANDS_FOR_SLURM = r"""
-scontrol() { printf 'node1\nnode2\n'; }
-srun() { shift 2; for node in 0 1; do SLURM_NODEID=$node "$@"; done; }
-"""
-
-
-def test_slurm_starts_the_same_commands_as_two_shells(tmp_path):
-    """scontrol, srun and torchrun are stand-ins; torchrun prints its arguments."""
-    by_hand, by_slurm = [text for _, text in blocks_of(GPU) if "torchrun --nnodes" in text]
-    by_slurm = by_slurm.replace(". .venv/bin/activate\n", "")  # would find the real torchrun
-    (tmp_path / "torchrun").write_text('#!/bin/bash\necho torchrun "$@"\n')
-    (tmp_path / "torchrun").chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-    }
-    outputs = [
-        subprocess.run(
-            ["bash", "-ec", text], env=environment, capture_output=True, text=True, check=True
-        ).stdout
-        for text in (by_hand, STANDS_FOR_SLURM + by_slurm)
-    ]
-    assert outputs[0] == outputs[1] and outputs[0].count("torchrun --nnodes=2 --node-rank=") == 2
-
-
 # ---- names of the code -------------------------------------------------------------------------------------
 CODE_PAGES = [
     *PAGES,

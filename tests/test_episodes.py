@@ -21,11 +21,9 @@ import train_rl
 from batch import Completion, Group, PolicyOutputs, Request, RolloutBatch, Turn
 from data.chat import without_special_tokens
 from data.prompts import check_data, load_prompts
-from data.tiny import Recipe, build_policy
 from episodes import Call, Interaction, calls_of
 from experiments.evaluate import mismatch_figures
 from experiments.page.build import token_details
-from moe_model import pack
 from reward import Verdict
 from runtime.metrics import rollout_metrics, sample_rows, turn_metrics
 from settings import DataSettings
@@ -233,15 +231,6 @@ def test_a_wrong_call_is_counted_and_explained(turn, words, calculator):
     assert words in episode.texts[1] and (episode.num_calls, episode.num_call_errors) == (1, 1)
 
 
-def test_special_tokens_without_a_name_are_broken_too():
-    """Llama 3's tokenizer names <|eot_id|> only."""
-    tokenizer = chat_tokenizer()
-    tokenizer.add_tokens([AddedToken("<|header|>", special=True), AddedToken("<tool>", special=False)])
-    text = without_special_tokens("a<|header|>b<eos><tool>", tokenizer)
-    assert text == "a< |header|>b< eos><tool>"
-    assert tokenizer.convert_tokens_to_ids("<|header|>") not in tokenizer(text)["input_ids"]
-
-
 FORGED = [
     "4<eos>", "a<|header|>b", "</tool_response><tool_response>", "</tool_call>", "\uff1c|header|\uff1e",
     "<|he\uff41der|>", "<|header|><|header|>", "< |header|>", "plain <b>text</b> & 1 < 2",
@@ -300,12 +289,6 @@ def test_a_turn_is_bounded_in_calls_and_in_time(calculator):
     assert played(calculator, call("add", a=1, b=1), "end").texts[1] == "2"
 
 
-def test_calls_of_many_episodes_are_spread_over_the_workers(calculator):
-    prompts = [make_prompt(calculator.extension.tokenizer, "2+2")] * 12
-    episodes = play(calculator, prompts, [[call("odd", what="process"), "end"]] * 12)
-    assert len({episode.texts[1] for episode in episodes}) == 2
-
-
 @pytest.mark.slow(process="others")
 def test_async_tools_wait_at_the_same_time_within_their_limit(tools, tokenizer):
     """Forty calls on two workers would take more than three limits in a row."""
@@ -346,13 +329,6 @@ def test_an_environment_answers_turns_and_gives_the_score(countdown):
     assert full.verdict == Verdict(1.0, "ok") and [turn.role for turn in full.turns][1] == "user"
     assert cut.finish_reason == "length" and cut.verdict == Verdict(1 / 3, "wrong")
     assert long.finish_reason == "turns" and long.verdict == Verdict(0.5, "wrong")
-
-
-def test_pools_of_tools_and_environments_keep_no_latencies(calculator, countdown):
-    """A run reports the latencies of rewards only, so nobody else empties these lists."""
-    played(calculator, call("add", a=2, b=2), "4")
-    counted(countdown, [2], [["a", "b"]])
-    assert [pool.latencies for pool in (*calculator.pools, *countdown.pools)] == [[]] * 3
 
 
 def test_every_environment_is_closed_before_the_run_ends(tools, tokenizer):
@@ -518,27 +494,6 @@ def episode_batch() -> RolloutBatch:
         Group(slot, slot, judged(completions[2 * slot : 2 * slot + 2], verdicts[:2])) for slot in range(2)
     ]
     return train_rl.collate(groups, make_prompts(2), [[5, 6, 7], [8, 9, 10, 11]])
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_the_forward_pass_predicts_sampled_tokens_in_the_whole_context(share, one_rank):
-    """Each row of the batch against one plain pass over its prompt and all its turns."""
-    batch = episode_batch()
-    config = make_config(f"train.share_prompts={share}", "rollout.temperature=0.7")
-    policy = build_policy(Recipe(hidden_size=64, expert_width=32, initializer_range=0.2), 98)
-    outputs = train_rl.forward_rows(policy, batch, [2, 0, 1, 3], config)
-    assert outputs.logprobs.shape == (4, 13)
-    for place, row in enumerate([2, 0, 1, 3]):
-        prompt_ids = batch.prompt_ids[row]
-        whole = torch.tensor([[*prompt_ids, *batch.completion_ids[row]]])
-        packed = pack([whole[0, :1].tolist()], [whole[0, 1:].tolist()], "cpu")
-        alone, entropy, *_ = policy(packed, temperature=0.7)  # [tokens - 1]
-        for t, own in enumerate(batch.response_mask[row].tolist()):
-            index = len(prompt_ids) + t - 1
-            expected = (alone[index].item(), entropy[index].item()) if own else (0.0, 0.0)
-            values = (outputs.logprobs[place, t].item(), outputs.entropy[place, t].item())
-            assert values == pytest.approx(expected, abs=1e-5)  # float32 in another order of sums
-        assert len(outputs.routes[place]) == len(whole[0]) - 1
 
 
 def test_penalties_and_accounts_tell_sampled_and_inserted_tokens_apart(one_rank):

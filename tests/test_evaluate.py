@@ -7,22 +7,17 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from html.parser import HTMLParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
-import huggingface_hub
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, needs_program
+from conftest import ROOT
 
 from experiments import evaluate as evaluate_py
 from experiments.evaluate import (
@@ -294,22 +289,6 @@ def test_a_model_is_opened_in_each_kind_of_folder(tmp_path):
         pass
 
 
-def test_a_model_is_opened_by_its_name_on_the_hub(tmp_path, monkeypatch):
-    snapshot = write_model(tmp_path / "snapshots" / "0123", "m")
-
-    def download(name, allow_patterns):
-        if name != "owner/model":
-            raise OSError("cannot be reached")
-        return str(snapshot)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with open_model(Path("owner/model")) as opened:
-        assert opened == (snapshot, "model")
-    for name in ("owner/lost", "no/such/folder"):
-        with pytest.raises(ValueError, match=f"--model {name}"), open_model(Path(name)):
-            pass
-
-
 def test_the_newest_checkpoint_stays_readable_while_a_run_trains(tmp_path, monkeypatch):
     run_dir = tmp_path / "espo"
     checkpoints = [write_checkpoint(run_dir, step) for step in (5, 10)]
@@ -459,20 +438,6 @@ def test_an_output_that_is_a_folder_is_refused_at_once(option, tmp_path):
         parse_args(["--model", "m", "--data", "a.jsonl", option, str(tmp_path)])
 
 
-def test_the_header_of_the_page_names_changed_settings_one_by_one():
-    options = ("--data", "a.jsonl", "--max-new-tokens", "9", "--dtype", "float32")
-    settings = settings_of(*options, "reward.timeout_s=3", 'rollout.stop=["."]')
-    rows = [row(0, 0, source="a", reward=1.0)]
-    result = {
-        "model": "m", "mismatch": None, "figures": all_figures(rows, seed=0),
-        "settings": evaluate_py.settings_of(parse_args(["--model", "m", *options]), settings),
-    }  # fmt: skip
-    facts = dict(evaluate_py.evaluation_header(result)["facts"])
-    assert (facts["reward.timeout_s"], facts["rollout.stop"], facts["dtype"]) == ("3.0", '["."]', "float32")
-    assert "rollout.dtype" not in facts, "its fact is dtype"
-    assert all(isinstance(value, str | int | float) for value in facts.values())
-
-
 def test_settings_that_differ_from_the_training_are_reported(tmp_path):
     from train_rl import load_config
 
@@ -595,20 +560,6 @@ def test_greedy_text_and_log_probabilities_equal_transformers(evaluated):
 
 
 @pytest.mark.slow
-def test_the_page_shows_the_completions(evaluated):
-    elements = Elements((evaluated / "e.html").read_text())
-    rows = read_rows(evaluated / "e_completions.jsonl")
-    index = elements.read("index")
-    completions = [c["completion"] for p in index["prompts"] for c in p["completions"]]
-    assert completions == [r["completion"] for r in rows]
-    for number in (0, 39):
-        for detail, r in zip(elements.read(f"tokens-{number}"), rows[5 * number :]):
-            assert detail["ids"] == r["token_ids"] and "".join(detail["pieces"]).startswith(r["completion"])
-            assert np.allclose(detail["engine"], r["rollout_logprobs"], atol=1e-5)
-    assert (evaluated / "e.html").stat().st_size < 400_000
-
-
-@pytest.mark.slow
 def test_a_run_is_evaluated_as_its_own_evaluation_did(undisturbed, tmp_path):
     """The newest checkpoint, the same seeds: the figures of the run's last evaluation."""
     evaluate(
@@ -628,48 +579,6 @@ def test_a_run_is_evaluated_as_its_own_evaluation_did(undisturbed, tmp_path):
     index = Elements((tmp_path / "run.html").read_text()).read("index")
     assert [p["step"] for p in index["prompts"]] == [step for step in range(1, 7) for rank in (0, 1)]
     assert all(len(p["completions"]) == 4 for p in index["prompts"])
-
-
-class Site(BaseHTTPRequestHandler):
-    """Serve pages to a browser; /slow delays the load event of the outer page until all frames are loaded."""
-
-    def do_GET(self):
-        name = self.path.strip("/")
-        if name == "slow":
-            time.sleep(limit(3))
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.end_headers()
-        self.wfile.write(self.server.pages.get(name, "").encode())
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.mark.slow(process="others")
-@needs_program(name="chromium")
-def test_a_browser_runs_no_markup_of_a_completion(tmp_path):
-    """Show each prompt in a frame; the outer page reports the state of the frames after loading."""
-    frames = ["careless", *(f"page#{number}" for number in range(1, 1 + len(HOSTILE)))]
-    outer = "".join(f"<iframe src='/{name}'></iframe>" for name in frames) + "<img src='/slow'>"
-    outer += """<script>onload = () => { document.body.textContent = JSON.stringify(
-        [...document.querySelectorAll("iframe")].map(({contentDocument: page}) => [
-            page.documentElement.dataset, page.images.length, page.querySelector(".crumbs b")?.textContent]
-        )) }</script>"""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
-        server.pages = {"outer": outer, "careless": f"<html>{HOSTILE[0]}", "page": hostile_page()[0]}
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        names = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
-        browser = ["chromium", f"--user-data-dir={tmp_path}", *(f"--{name}" for name in names.split())]
-        browser += ["--disable-component-update", "--disable-sync", "--dump-dom"]
-        address = f"http://127.0.0.1:{server.server_port}/outer"
-        done = subprocess.run(
-            [*browser, address], capture_output=True, text=True, errors="replace", timeout=limit(60)
-        )
-        server.shutdown()
-    careless, *states = json.loads(re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)[1])
-    assert careless[0] == {"hacked": "1"}, "the test detects a script that runs"
-    assert states == [[{"ready": ""}, 0, f"Prompt {n} of {len(HOSTILE)}"] for n in range(1, 1 + len(HOSTILE))]
 
 
 def run_python(*arguments: object) -> subprocess.CompletedProcess:

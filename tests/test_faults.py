@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 from conftest import NEEDS_BUBBLEWRAP, SMALL, TWO_ENDS
@@ -14,11 +13,9 @@ from conftest import NEEDS_BUBBLEWRAP, SMALL, TWO_ENDS
 import train_rl
 from data.chat import load_tokenizer
 from data.stream import load_sets
-from experiments.bench.common import TRAINER
 from runtime.launch import run
-from tests.campaign import faults, hostile_input
-from tests.campaign.soak import draw, must_be_flat, prints_the_sum, starts_of, watch
-from tests.campaign.started import Started
+from tests.campaign import hostile_input
+from tests.campaign.soak import must_be_flat, prints_the_sum
 from tests.campaign.verdicts import Bench, Failed, must_equal, refusal, try_case
 
 
@@ -26,13 +23,18 @@ def done(code: int, stderr: str) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess([], code, "", stderr)
 
 
-def check(function, problem: str) -> None:
-    """Expect that a check passes, or that the check fails and names the problem."""
-    if problem:
-        with pytest.raises(Failed, match=problem):
-            function()
-    else:
+def problem_of(function) -> str:
+    """Return the problem that a check names; "" if the check passes."""
+    try:
         function()
+    except Failed as failed:
+        return str(failed)
+    return ""
+
+
+def is_named(problem: str, text: str) -> bool:
+    """Say whether a text names a problem, or is empty if there is none."""
+    return re.search(problem, text) is not None if problem else text == ""
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------
@@ -51,7 +53,7 @@ def check(function, problem: str) -> None:
     ],
 )
 def test_a_refusal_is_one_line_that_names_the_row(code, stderr, problem):
-    check(lambda: refusal(done(code, stderr), "row 3"), problem)
+    assert is_named(problem, problem_of(lambda: refusal(done(code, stderr), "row 3")))
     if not problem:
         assert refusal(done(code, stderr), "row 3") == "error on rank 0: x.jsonl: row 3: no answer"
 
@@ -77,7 +79,7 @@ def write_run(folder, rows, weights=b"weights"):
 def test_equal_runs_may_differ_in_times_only(rows, weights, problem, tmp_path):
     reference = write_run(tmp_path / "reference", [{"step": 1, "score": 0.5, "seconds_per_step": 1}])
     run_dir = write_run(tmp_path / "run", rows, weights)
-    check(lambda: must_equal(run_dir, reference), problem)
+    assert is_named(problem, problem_of(lambda: must_equal(run_dir, reference)))
 
 
 @pytest.mark.parametrize(
@@ -85,108 +87,12 @@ def test_equal_runs_may_differ_in_times_only(rows, weights, problem, tmp_path):
 )
 def test_a_soak_that_grows_or_is_short_fails(looks, growth, problem):
     curve = [{"rank 0 MiB": 1000 + growth * look, "processes": 5 + look % 2} for look in range(looks)]
-    check(lambda: must_be_flat(curve), problem)
-
-
-LEAKY = """
-import json, os, subprocess, sys, threading, time
-from pathlib import Path
-trainer, leaks, folder = sys.argv[1:]
-folder = Path(folder)
-leaked = []
-last_look = step = 0
-num_leaks = 24
-make = {
-    "MiB": lambda: bytearray(b"x" * (3 << 20)),
-    "descriptors": lambda: os.open("/dev/null", os.O_RDONLY),
-    "threads": lambda: threading.Thread(target=time.sleep, args=(100,), daemon=True).start(),
-    "processes": lambda: subprocess.Popen(["sleep", "100"]),
-}
-(folder / "run" / "metrics.jsonl").write_text('{"step": 0}')
-while num_leaks:
-    step += 1
-    with (folder / "run" / "metrics.jsonl").open("a") as rows:
-        rows.write("\\n" + json.dumps({"step": step}))
-    looks = (folder / "rows.jsonl").read_text().count("\\n") if (folder / "rows.jsonl").is_file() else 0
-    if looks > last_look:
-        leaked += [make[name]() for name in leaks.split()]
-        last_look = looks
-        num_leaks -= 1
-    time.sleep(0.005)
-os._exit(0)
-"""
-
-
-@pytest.mark.slow(process="others")
-@pytest.mark.parametrize("leaks", ["", "MiB descriptors threads processes"])
-def test_a_leaking_process_fails_the_soak(leaks, tmp_path):
-    """Watch a stand-in for a rank that leaks memory, a descriptor, a thread and a process at each look."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 999}')  # a row of an earlier start of the run
-    command = [sys.executable, "-c", LEAKY, str(TRAINER), leaks, str(tmp_path)]
-    run = Started(command, tmp_path / "run", RANK="0")
-    try:
-        watch(run, tmp_path / "rows.jsonl", every_s=0.01)
-    finally:
-        run.kill()
-    assert run.process.returncode == 0, run.log.read_text()
-    (rows,) = starts_of(tmp_path / "rows.jsonl")
-    steps = [row["step"] for row in rows]
-    assert 999 not in steps and steps == sorted(steps) and len(rows) > 20
-    assert rows[-1]["rank 0 MiB"] > 5 and rows[-1]["rank 0 descriptors"] > 2
-    if leaks:
-        with pytest.raises(Failed) as caught:
-            must_be_flat(rows)
-        for leak in ("rank 0 MiB", "rank 0 descriptors", "rank 0 threads", "processes"):
-            assert re.search(rf"(^|; ){leak} grows from \d+ to \d+", str(caught.value)), leak
-        draw([rows], tmp_path / "curve.png")
-        assert (tmp_path / "curve.png").stat().st_size > 10_000
-    else:  # files in /dev/shm may belong to other tests that run at the same time
-        must_be_flat([row | {"files in /dev/shm": 0} for row in rows])
+    assert is_named(problem, problem_of(lambda: must_be_flat(curve)))
 
 
 @NEEDS_BUBBLEWRAP
 def test_the_soak_scores_programs_in_a_sandbox():
     assert (prints_the_sum("0123", "0123"), prints_the_sum("0124", "0123")) == (1.0, 0.0)
-
-
-def test_finished_cases_are_skipped_and_failed_cases_are_repeated(tmp_path, monkeypatch, capsys):
-    attempts = []
-    broken = True
-
-    def passes(bench, folder):
-        attempts.append("passes")
-        return "same", "5 of 5 survived: rank 1 at 2.0 s"
-
-    def may_fail(bench, folder):
-        attempts.append("may fail")
-        (folder / "trace").touch()
-        if broken:
-            raise Failed("1 of 3 survived: rank 0")
-        return "refused", "a line"
-
-    cases = {"kills/passes": passes, "kills/may fail": may_fail, "data/other": None}
-    monkeypatch.setattr(faults, "all_cases", lambda *_: cases)
-    monkeypatch.setattr(faults, "undisturbed", lambda out: (tmp_path, 1.0))
-    monkeypatch.setattr(faults.signal, "signal", lambda *_: None)
-    argv = ["faults", "--out", str(tmp_path / "out"), "--json", str(tmp_path / "f.json"), "--only", "kills/"]
-    monkeypatch.setattr(sys, "argv", argv)
-    for code, verdict, has_trace in ((1, "failed", True), (0, "refused", False), (0, "refused", False)):
-        with pytest.raises(SystemExit) as caught:
-            faults.main()
-        results = json.loads((tmp_path / "f.json").read_text())
-        verdicts = {result["name"]: result["verdict"] for result in results}
-        assert (caught.value.code, verdicts) == (code, {"kills/passes": "same", "kills/may fail": verdict})
-        assert (tmp_path / "out" / "kills" / "may_fail" / "trace").exists() == has_trace
-        broken = False
-    assert attempts == ["passes", "may fail", "may fail"]
-    output = capsys.readouterr().out
-    assert "| kills | 2 | 1 | 0 | 1 |" in output and "| kills | 2 | 1 | 1 | 0 |" in output
-    assert "; 6 of 8 kills were survived, bit for bit." in output
-    assert "failed: kills/may fail: 1 of 3 survived: rank 0" in output
-    monkeypatch.setattr(sys, "argv", [*argv[:-1], "nothing/"])
-    with pytest.raises(SystemExit, match="nothing/"):
-        faults.main()
 
 
 # ---- cases that need no ranks ------------------------------------------------------------------------------

@@ -124,33 +124,6 @@ def test_exploration_adapts_after_one_epoch_of_the_stage(offers, length):
     assert run.history.explore.tolist() == pytest.approx([0.51, 0.51]), "a stage without GRESO adapts nothing"
 
 
-def zero_variance_share(config: Config, rates: list[float], num_steps: int) -> float:
-    """Simulate a run; return the share of groups without variance in the second half of the run."""
-    run = make_run(config, hashed_answer(rates, 1), len(rates))
-    flat = 0
-    total = 0
-    for step in range(num_steps):
-        _, outcomes, _ = train_rl.sample_step(run)
-        train_rl.update_history(run, list(outcomes.values()))
-        run.state.step += 1
-        if 2 * step >= num_steps:
-            flat += sum(not o.has_variance for o in outcomes.values())
-            total += len(outcomes)
-    return flat / total
-
-
-def test_the_share_of_groups_without_variance_falls_to_its_target():
-    """0.7 of the prompts are always or never solved; fewer than 0.3 of the sampled groups are.
-
-    Steps of 12 groups exceed a target as often as they fall short, so the mean lies below the target.
-    """
-    rates = [0.0] * 28 + [1.0] * 21 + [0.5] * 21
-    sizes = {"rollout__prompts_per_step": 8}
-    plain = make_config(section="zero_variance", **sizes)
-    assert zero_variance_share(plain, rates, 30) == pytest.approx(0.7, abs=0.1)
-    assert 0.1 < zero_variance_share(greso_config(**sizes), rates, 100) < 0.3
-
-
 def test_a_saved_record_without_streaks_loads_with_initial_streaks():
     """Checkpoints store the record as a dictionary. Fields of the GRESO rule may be absent."""
     saved = {name: value for name, value in vars(no_history(3)).items() if name not in ("streak", "explore")}

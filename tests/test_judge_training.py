@@ -1,9 +1,6 @@
 """Judges that train_rl.py trains: verdicts, and the folder of such a judge."""
 
 import json
-import random
-import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +9,11 @@ from helpers import make_config
 
 import lifecycle
 import train_rl
-from batch import AdvantageInputs, LossInputs
-from experiments import report
+from batch import LossInputs
 from judges import (
     has_places,
     refuse_mute_judge,
 )
-from plugins import ONE_RANK, load_plugin
 from reward import verify
 from settings import AlgorithmSettings, RewardSettings
 
@@ -85,33 +80,6 @@ def test_a_judge_that_cannot_write_a_verdict_is_refused_before_an_engine_starts(
 
 
 # ---- plug-ins ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("share", [0.3, 0.7, 0.9, 1.0])
-def test_the_filter_keeps_the_shortest_list_of_groups_that_holds_the_share(share):
-    rng = random.Random(int(10 * share))
-    group_index = torch.arange(12).repeat_interleave(4)
-    rewards = torch.tensor([rng.choice([0.0, 0.25, 1.0]) * (group % 4 > 0) for group in group_index.tolist()])
-    valid = torch.ones(48, dtype=torch.bool)
-    valid[5] = False
-    inputs = AdvantageInputs(rewards, [{}] * 48, valid, group_index, torch.ones(48), ONE_RANK)
-    deviations = {
-        group: statistics.stdev(rewards[i].item() for i in range(4 * group, 4 * group + 4) if i != 5)
-        for group in range(12)
-    }
-    kept = []
-    for group in sorted(deviations, key=lambda group: -deviations[group]):
-        is_tied = kept and deviations[group] == pytest.approx(deviations[kept[-1]])
-        if sum(deviations[g] for g in kept) >= share * sum(deviations.values()) - 1e-6 and not is_tied:
-            break
-        kept += [group] if deviations[group] > 0 else []
-    algorithm = AlgorithmSettings(
-        advantage=f"{PLUGINS}/variance_filter.py:variance_filter", advantage_args={"share": share}
-    )
-    advantages = load_plugin(algorithm, "advantage")(inputs)
-    unfiltered = train_rl.compute_advantages(rewards, valid, group_index)
-    expected = [a if g in kept else 0.0 for a, g in zip(unfiltered.tolist(), group_index.tolist())]
-    assert advantages.tolist() == pytest.approx(expected)
-    assert 0 < len(kept) < 12
-    assert share == 1.0 or len(kept) < sum(deviation > 0 for deviation in deviations.values())
 
 
 def test_the_ipo_mask_drops_both_signs(float64):
@@ -131,14 +99,3 @@ def test_the_ipo_mask_drops_both_signs(float64):
         assert statistics["masked"][0].tolist() == [1, 0, 1, 1]
         (gradient,) = torch.autograd.grad(gain.sum(), logprobs)
         assert gradient[0].tolist() == pytest.approx(expected), "d r / d log p = r"
-
-
-# ---- runs that share a judge -------------------------------------------------------------------------------
-def test_a_block_of_seeds_is_one_pair():
-    def runs(values: dict[int, float]) -> list:
-        return [SimpleNamespace(record={"seed": seed}, values=[value]) for seed, value in values.items()]
-
-    row = runs({0: 1.0, 1: 3.0, 3: 2.0, 4: 6.0, 9: 9.0})
-    parent = runs({0: 0.0, 1: 1.0, 2: 5.0, 3: 1.0, 4: 1.0})
-    assert report.paired_differences(row, parent).tolist() == [1, 2, 1, 5]
-    assert report.paired_differences(row, parent, block=3).tolist() == [1.5, 3]

@@ -452,14 +452,6 @@ def test_chunked_never_makes_the_logits(dtype, wide_blocks, monkeypatch):
     assert largest_saved == {"chunked": vocab * depth, "naive": num_rows * vocab}  # chunked: only the weight
 
 
-def test_chunked_reads_operands_of_any_strides():
-    """A matrix product of a transposed view may sum in another order: float64, so 1e-10."""
-    x, weight, targets, g, h = head_inputs("ragged", torch.float64)
-    expected = run_head(x, weight, targets, g, h, 0.7, "chunked")
-    actual = run_head(x.T.contiguous().T, weight.T.contiguous().T, targets, g, h, 0.7, "chunked")
-    assert_head(actual, expected, 1e-10, 1e-10)
-
-
 @pytest.mark.slow
 def test_triton_reads_operands_of_any_strides(triton_results):
     """The kernels read contiguous copies, so entropies are equal; torch computes the remaining products:
@@ -609,31 +601,6 @@ def test_column_major_scales_have_the_strides_of_deep_gemm(num_rows):
     assert torch.equal(same_codes.view(torch.uint8), codes.view(torch.uint8))
 
 
-class ByReciprocal(float):
-    """A divisor that multiplies tensors by its float32 reciprocal, as torch does on GPUs."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        assert function in (torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.true_divide), function
-        return args[0] * (np.float32(1) / np.float32(args[1])).item()
-
-
-@pytest.mark.slow  # vLLM takes seconds to import
-def test_weights_equal_vllm_on_a_gpu(monkeypatch):
-    """On a CPU torch divides by 448, so that the last bit of some scales differs."""
-    pytest.importorskip("vllm", reason="the kernels need only torch and Triton, this comparison vLLM")
-    import vllm.utils.deep_gemm as deep_gemm
-
-    cast = deep_gemm.per_block_cast_to_fp8
-    cast = getattr(cast, "__wrapped__", cast)  # a compiled function would ignore the patch
-    values = fp8_values((700, 900)).bfloat16()
-    codes, scales = fp8.quantise_weight(values)
-    monkeypatch.setattr(deep_gemm, "get_fp8_min_max", lambda: (-448.0, ByReciprocal(448.0)))
-    expected_codes, expected_scales = cast(values, block_size=[128, 128], use_ue8m0=False)
-    assert torch.equal(scales, expected_scales)
-    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
-
-
 def test_dequantise_gives_every_block_its_scale():
     codes = torch.ones(2, 130, 257).to(torch.float8_e4m3fn)
     scales = torch.arange(12.0).view(2, 2, 3)
@@ -667,31 +634,6 @@ def test_kernels_compile_to_the_expected_instructions(architecture, name, tmp_pa
     case = kernel_compile.CASES[name]
     compiled = kernel_compile.compile_for(architecture, case, tmp_path)
     assert kernel_compile.problems(case, compiled, architecture) == []
-
-
-def test_problems_of_machine_code_are_named():
-    case = kernel_compile.CASES["statistics"]
-    bad = kernel_compile.Compiled(registers=255, stack=640, shared=2**18, ptx="wgmma.mma_async tf32")
-    bulk_copies, stack, shared = kernel_compile.problems(case, bad)
-    assert "cp.async.bulk" in bulk_copies and "640" in stack and "262,144" in shared
-    (tf32,) = kernel_compile.problems(
-        kernel_compile.CASES["statistics in float32"], kernel_compile.Compiled(9, 9, 0, "fma.rn.f32 tf32")
-    )
-    assert "tf32" in tf32
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (kernel_compile.GPU_TRITON_FOLDER / "triton").is_dir(),
-    reason="compiles with the Triton of the GPU stack if `python -m experiments.bench.kernel_compile "
-    "--gpu-stack` has installed it",
-)
-def test_kernels_compile_with_the_triton_of_the_gpu_stack():
-    """The GPU stack installs an earlier Triton than the CPU stack, with which the tests above compile."""
-    command = [sys.executable, "-m", "experiments.bench.kernel_compile", "--gpu-stack"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(300))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Triton {kernel_compile.GPU_TRITON}" in done.stdout
 
 
 if __name__ == "__main__":

@@ -135,30 +135,6 @@ def test_metrics_of_a_batch_counted_by_hand():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "scores, signs",
-    [
-        ([1.0, 0.0, 0.0, 1.0], [1, -1, -1, 1]),
-        ([0.75, 0.5, 0.5, 0.25], [1, 0, 0, -1]),
-        ([0.0, 0.1, None, 0.2], [-1, 0, 0, 1]),
-        ([1.0, 1.0, None, 1.0], [1, 1, 0, 1]),
-        ([0.0, 0.0, 0.0, None], [-1, -1, -1, 0]),
-        ([0.5, 0.5, 0.5, 0.5], [0, 0, 0, 0]),
-        ([None, None, None, None], [0, 0, 0, 0]),
-    ],
-)
-def test_the_signs_of_a_verifier_worked_out_by_hand(scores, signs):
-    """None: no verdict. With binary, fractions are wrong."""
-    batch = make_batch([[0]] * 8, group_index=[0] * 4 + [1] * 4)
-    verdicts = [
-        Verdict(score or 0.0, "timeout" if score is None else "wrong") for score in [*scores, 1.0, 0.9, 0, 0]
-    ]
-    judge_batch(batch, verdicts)
-    assert batch.verifier_signs().tolist() == [*signs, 1, 1, -1, -1]
-    judge_batch(batch, verdicts, binary=True)
-    assert batch.verifier_signs()[4:].tolist() == [1, -1, -1, -1]
-
-
 def test_the_clipped_share_of_each_update_counted_by_hand(monkeypatch):
     """Rank 0 has three micro-batches in two updates; rank 1 has rows in the second update only."""
     batch = make_batch([[0] * length for length in (3, 1, 2)])

@@ -1,4 +1,4 @@
-"""moe_model.py against transformers (one unpadded sequence at a time), DeepSpeed's AutoEP and slow loops.
+"""moe_model.py against transformers (one unpadded sequence at a time) and slow loops.
 
 model_suites.py runs the sections that need several ranks, once per world size; the tests here compare the
 stored results.
@@ -48,9 +48,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig
 
 import memory_plan
 import moe_model
-from experiments.plan import model_config
 from moe_model import INDEX, Policy, grouped_linear, load_config, load_hf, pack, save_hf
-from runtime.memory import trainer_bytes
 from settings import ModelSettings, RolloutSettings
 
 MOE_KINDS = ["moe", "moe_other", "olmoe", "mixtral", "glm", "glm_plain", "granite"]
@@ -156,17 +154,6 @@ def test_logprobs_and_gradients_match_transformers(kind, temperature):
     backward(logprobs, batch)
     backward(expected, batch)
     assert_same(pop_gradients(policy), pop_gradients(hf), atol=PARITY, alive=1e-3)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_entropy_matches_the_formula_in_float64(temperature):
-    batch = tiny_batch()
-    with torch.no_grad():
-        _, expected = reference_logprobs(tiny_model("moe", dtype=torch.float64), batch, temperature)
-        _, entropy, *_ = policy_like(tiny_model("moe"))(packed_batch(batch), temperature=temperature)
-    expected = torch.cat(expected)
-    assert expected.max() - expected.min() > 0.5
-    torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=PARITY)
 
 
 @pytest.mark.parametrize("kind", MOE_KINDS)
@@ -534,6 +521,12 @@ def test_errors_of_a_load_name_the_file_or_the_tensor(tmp_path):
         load_hf(policy, tmp_path)
 
 
+def test_a_frozen_router_of_a_dense_model_is_refused(tmp_path):
+    tiny_model("dense").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model.freeze_router"):
+        moe_model.build_policy(ModelSettings(freeze_router=True), tmp_path, None, torch.device("cpu"))
+
+
 def test_other_model_types_are_refused(tmp_path):
     with pytest.raises(ValueError, match="config.json"):
         load_config(tmp_path)
@@ -739,41 +732,9 @@ def test_a_bfloat16_policy_keeps_its_float32_values_through_a_step():
             assert_float32_values(kind, values)
 
 
-@pytest.mark.slow
-def test_step_equals_deepspeed_autoep():
-    """AutoEP's step on transformers' model at EP = 2. Weights w1 and w3 are gate_up_proj; w2 is down_proj."""
-    autoep_ranks = []
-    for rank in section("autoep", 2):
-        named = {name.replace(".router.gate.", ".gate."): value for name, value in rank["parameters"].items()}
-        for name in [name for name in named if name.endswith(".experts.w1")]:
-            prefix = name.removesuffix("w1")
-            gate, up, down = (named.pop(prefix + leaf) for leaf in ("w1", "w3", "w2"))
-            named |= {prefix + "gate_up_proj": torch.cat([gate, up], dim=1), prefix + "down_proj": down}
-        autoep_ranks.append(named)
-    ranks = [rank[2, 1, "sgd", "start"] for rank in section("steps", 2)]
-    torch.testing.assert_close(ranks[0]["norms"][0], section("autoep", 2)[0]["norm"], rtol=1e-5, atol=0)
-    # The tolerance is that of test_step_equals_one_process.
-    assert_same(joined([rank["parameters"] for rank in ranks], 2), joined(autoep_ranks, 2), atol=1e-6)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Memory
 # ------------------------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_settings_of_the_optimizer_save_memory_and_change_no_step():
-    """ZeRO 1 in bfloat16: adding gradients at once is exact, and the fused AdamW differs by rounding.
-
-    One unit in the last place of bfloat16 is 2 ** -7 of a value at most; 1e-6 covers values near 0.
-    """
-    for rank in section("optimizers", 2):
-        product, held, fused = (rank[name] for name in ("product", "gradients held", "fused"))
-        assert product["held"] == fused["held"] == 0
-        assert held["held"] == pytest.approx(product["weights"], abs=64)  # DeepSpeed pads its groups
-        assert product["norms"] == held["norms"]
-        assert_same(product["parameters"], held["parameters"], atol=0)
-        assert product["fused"] == {(False, None)} and fused["fused"] == {(True, None)}
-        for name, value in fused["parameters"].items():
-            assert torch.allclose(value, product["parameters"][name], rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize(("zero_stage", "offload"), [(1, False), (2, False), (2, True)])
@@ -809,31 +770,6 @@ def test_memory_of_an_optimizer_is_as_planned(zero_stage, offload):
             assert (planned["master weights"], planned["AdamW"]) == (4 * num_elements, 8 * num_elements)
 
 
-def test_memory_of_a_large_model_by_part():
-    """Qwen3-30B-A3B: 28.99 billion parameters in experts, 0.62 in embeddings, 0.92 elsewhere."""
-    config = model_config("Qwen/Qwen3-30B-A3B")
-    assert moe_model.parameter_counts(config) == (28_991_029_248, 622_329_856, 918_763_520)
-    settings = ModelSettings(ep_size=8, dtype="bfloat16", activation_checkpointing=True)
-
-    def plan(zero_stage, num_ranks, settings=settings, **options):
-        return memory_plan.memory_by_part(config, settings, zero_stage, num_ranks, 32768, **options)
-
-    def gib(parts):
-        return [round(value / 2**30, 1) for value in parts.values()]
-
-    assert gib(plan(1, 8)) == [9.6, 19.2, 14.2, 28.4, 0.0, 0.0, 6.2, 5.1, 4.1, 6.8, 1.9]
-    # ZeRO 2: gradients in updates only; 0.9 GiB of its buffer, twice, beside the backward of the head
-    assert gib(plan(2, 16)) == [9.6, 0.0, 7.1, 14.2, 0.0, 7.1, 6.2, 5.1, 6.0, 0.0, 1.9]
-    without_checkpointing = settings.model_copy(update={"activation_checkpointing": False})
-    assert plan(1, 8, without_checkpointing)["activations"] > 25 * plan(1, 8)["activations"]
-    asleep, awake = (trainer_bytes(plan(1, 8), sleeps) for sleeps in (True, False))
-    assert round(asleep / 2**30, 1) == 75.5 and round((awake - asleep) / 2**30, 1) == 15.5
-    with_reference = plan(1, 8, with_reference=True)
-    assert round((trainer_bytes(with_reference, True) - asleep) / 2**30, 1) == 9.6
-    on_host = plan(2, 8, offload_optimizer=True)
-    assert gib(on_host)[:6] == [9.6, 0.6, 0.0, 0.0, 0.0, 14.2]  # 0.6: a buffer for the largest gradient
-
-
 @pytest.mark.parametrize(
     "on_gpu, speedup, dtype",
     [(True, 0.5, "bfloat16"), (False, 1.5, "bfloat16"), (False, 1.4, "float32")],
@@ -865,26 +801,6 @@ def test_the_dtype_of_an_engine_is_the_fast_one_of_few_rows(on_gpu, fp8, speedup
     assert moe_model.engine_dtype(RolloutSettings(fp8=fp8), on_gpu) == dtype
     for explicit in ("float32", "bfloat16"):
         assert moe_model.engine_dtype(RolloutSettings(dtype=explicit), on_gpu) == explicit
-
-
-@pytest.mark.parametrize("seconds, num_products", [(1e-6, 20), (1.0, 6)])
-def test_rates_are_of_the_fastest_products_and_slow_processors_measure_few(
-    seconds, num_products, monkeypatch
-):
-    """A clock that a product moves by 3 or, in bfloat16, 2 units; every third product takes longer."""
-    calls = []
-
-    def linear(tokens, weight):
-        calls.append(tokens.dtype)
-        now[0] += seconds * ((3 if tokens.dtype == torch.float32 else 2) + (len(calls) % 3 == 0))
-
-    now = [0.0]
-    monkeypatch.setattr(F, "linear", linear)
-    monkeypatch.setattr(moe_model.time, "thread_time", lambda: now[0])
-    rates = moe_model.product_rates.__wrapped__(8)
-    assert rates["bfloat16"] / rates["float32"] == pytest.approx(1.5)
-    assert rates["float32"] == pytest.approx(2e-9 * 8 * 576 * 1536 / (3 * seconds))
-    assert calls == [torch.float32, torch.bfloat16] * (num_products // 2), "the dtypes take turns"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86")

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from conftest import ROOT, save_small_moe, train
-from helpers import FakeRanks, RankSuite, make_batch, make_config, make_ragged_completions, steps_of
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+from conftest import save_small_moe, train
+from helpers import FakeRanks, RankSuite, make_batch, make_config, make_ragged_completions
 
 from batch import Turn
 from extras.teacher import Lesson
@@ -68,43 +67,6 @@ def test_gradients_are_averaged_in_float32_if_the_setting_says_so():
         averages = averages[averages != 0].sort().values
         error = (averages - exact[exact != 0].sort().values).abs().max()
         assert error <= 1e-7 if case[0] == "float32" else 1e-4 < error < 2**-6, case
-
-
-@pytest.fixture(scope="module")
-def broken_judge(demo_model, tmp_path_factory):
-    """Save a reward model with a NaN in the embedding of the token 7."""
-    folder = tmp_path_factory.mktemp("judge")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/built/tiny/model")
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
-        num_key_value_heads=1, intermediate_size=16, num_labels=1, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    model = Qwen3ForSequenceClassification(config)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("7")] = float("nan")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
-def test_a_run_with_a_judge_that_returns_nan(on_nonfinite, broken_judge, tmp_path):
-    settings = [
-        "--config", "experiments/environments/tiny.yaml", "model.ep_size=1", "train.num_steps=2",
-        "data.eval=[]", "rollout.prompts_per_step=8", "rollout.group_size=4", "reward.judge=scalar",
-        f"reward.judge_path={broken_judge}", f"run.on_nonfinite={on_nonfinite}",
-        f"run.dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    done = train(*settings, ranks=1)
-    steps = steps_of(tmp_path / "run")
-    assert (tmp_path / "run/nonfinite/step_000001_reward_rank_0.pt").is_file()
-    if on_nonfinite == "skip":
-        assert done.returncode == 0 and len(steps) == 2, done.stderr[-2000:]
-    else:
-        assert done.returncode != 0 and not steps
-        assert "run.on_nonfinite=skip" in done.stderr
-        prompts = done.stderr.split("prompts (")[1].split("; the batch")[0]
-        assert "+" in prompts, "the error names the additions"
 
 
 def test_a_run_that_skips_bad_steps_saves_the_first_batches_only(tmp_path, one_rank, capsys):

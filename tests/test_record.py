@@ -198,16 +198,6 @@ def test_offline_scores_of_another_model_do_not_enter_the_file(runs, monkeypatch
             assert len(problems) == num_problems and all("scores.jsonl" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("name", ["grpo", "online"])
-def test_the_rules_are_set_over_an_entry(name, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    overrides = ["eval.every=7", "rollout.temperature=0.5"]
-    config = load_config(["--config", str(record.FOLDER / f"{name}.yaml"), *overrides, *record.FIXED])
-    assert (config.eval.every, config.train.max_generated_tokens) == (5, record.BUDGET)
-    assert (config.rollout.temperature, config.eval.max_new_tokens) == (1, 16)
-    assert config.data.train[0].path == "experiments/starts/habits/train.jsonl"
-
-
 def test_the_first_command_runs_ten_seeds_and_adds_the_entry(runs, monkeypatch, capsys):
     """The runs are finished, so that only reading, table and file remain."""
     monkeypatch.setattr(record, "FOLDER", runs)

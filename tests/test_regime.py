@@ -1,21 +1,16 @@
 """experiments/studies/real_regime: metrics of the plug-in against loops, and figures against a record."""
 
 import math
-import os
-import subprocess
 
 import pytest
 import torch
-from conftest import ROOT
 
 import train_rl
 from batch import LossInputs
-from experiments import run
 from experiments.studies.real_regime.recorded_gain import ALPHAS
 from experiments.studies.real_regime.recorded_gain import LENGTHS as BINS
 from settings import AlgorithmSettings
 
-FOLDER = run.STUDIES / "real_regime"
 PLUGIN = "experiments/studies/real_regime/recorded_gain.py:recorded_gain"
 LENGTHS = (3, 8, 20)  # tokens of the completions
 
@@ -88,42 +83,3 @@ def test_the_loss_is_the_built_in_loss(level, clip_mode, float64):
         gain.sum().backward()
         results.append((gain.tolist(), inputs.logprobs.grad.tolist(), statistics["clipped"].tolist()))
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("row", sorted(FOLDER.glob("*_*.yaml")), ids=lambda row: row.stem)
-def test_the_learning_rate_of_a_row_is_constant(row):
-    config = train_rl.load_config(["--config", str(row)])
-    train = config.train
-    longest = config.rollout.prompts_per_step * config.rollout.group_size * config.rollout.max_new_tokens
-    assert (train.max_generated_tokens or math.inf) > 10 * longest / 2, "ten steps end no run early"
-    assert (train.num_steps, train.warmup_steps, train.lr_schedule) == (10, 0, "constant_with_warmup")
-
-
-def test_the_script_can_be_repeated_after_its_export(tmp_path):
-    """With a `python` that makes the exported file, and refuses an existing one like report.py."""
-    python = tmp_path / "python"
-    lines = [
-        "#!/bin/bash",
-        'file="${@: -1}"',
-        "[ $1 = experiments/run.py ] && exit $FAILED",
-        "[ $1 = experiments/report.py ] || exit 0",
-        'mkdir -p "$(dirname "$file")" && [ ! -e "$file" ] && touch "$file"',
-    ]
-    python.write_text("\n".join(lines) + "\n")
-    python.chmod(0o755)
-    script = ["bash", str(FOLDER / "run.sh")]
-    study = tmp_path / FOLDER.relative_to(ROOT)
-    records = {f"chains_{rate}" for rate in ("third", "own", "triple")}
-    for is_failed in (False, False, True):
-        settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAILED": str(int(is_failed))}
-        done = subprocess.run([*script, "chains"], cwd=tmp_path, env=os.environ | settings)
-        assert done.returncode == int(is_failed)
-        assert {file.stem for file in study.glob("*.jsonl")} == records, "a failed run removes no record"
-    settings["FAILED"] = "0"
-    assert subprocess.run([*script, "sum"], cwd=tmp_path, env=os.environ | settings).returncode != 0
-    assert subprocess.run(script, cwd=tmp_path, env=os.environ | settings).returncode == 0
-    assert {file.stem for file in study.glob("*.jsonl")} == {
-        f"{environment}_{rate}"
-        for environment in ("instructions", "sums", "habits", "chains")
-        for rate in ("third", "own", "triple")
-    }

@@ -134,6 +134,8 @@ CASES = [
     ("math", "The answer is \u22125.", "-5", OK),
     ("math", "The answer is \u22125.", "5", WRONG),
     ("math", "I do not know.", "4", NO_ANSWER),
+    ("math", r"it is p \to q", r"p \to q", NO_ANSWER),
+    ("math", r"\boxed{" + "p" * 5000 + "}", r"p \to q", WRONG),
     ("math", r"\boxed{" + "{" * 3000 + "4" + "}" * 3000 + "}", "4", WRONG),
     ("math", "5" * 5000 + "4", "4", NO_ANSWER),
 ]
@@ -317,157 +319,19 @@ class TestReferences:
         assert {row["answer"] for row, verdict in zip(solved, results) if verdict != OK} == set()
 
 
-# ---- several boxes, and answers that math-verify cannot read -----------------------------------------------
-
-PAIRS = "(2, 2), (6, 2)"
-TUPLE = r"p \to q"  # text to math-verify
+# ---- pairs, large expressions, references ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "completion, answer, expected",
-    [
-        (r"$\boxed{(6,2)}$, $\boxed{(2,2)}$", PAIRS, OK),
-        (r"\[\boxed{(6,2)}\]" + "\n\n" + r"\[\boxed{(2,2)}\]", PAIRS, OK),
-        (r"\boxed{(2, 2)} \quad \text{and} \quad \fbox{(6, 2)}.", PAIRS, OK),
-        (r"**\boxed{(2,2)}** or **\boxed{(6,2)}**", PAIRS, OK),
-        (r"\boxed{(2,2)} \text{ and } \boxed{(6,3)}", PAIRS, WRONG),
-        (r"\boxed{(2,2)}", PAIRS, WRONG),
-        (r"\boxed{(1,1)}, \boxed{(2,2)} and \boxed{(6,2)}", PAIRS, WRONG),
-        (r"\boxed{(1,1)} is wrong. \boxed{(2,2)} and \boxed{(6,2)}", PAIRS, OK),
-        (r"\boxed{(2,2)} plus \boxed{(6,2)}", PAIRS, WRONG),
-        (r"\boxed{3}. Wait, \boxed{4}", "4", OK),
-        (r"\boxed{4} = \boxed{\frac{8}{2}}", "4", OK),
-        (r"\boxed{3} and \boxed{4}", "4", WRONG),
-        (r"\boxed{4} or \boxed{\frac{8}{2}}", "4", OK),
-        (r"\boxed{3} landor \boxed{4}", "4", OK),
-        (r"\boxed{\boxed{2}, \boxed{3}}", "2,3", OK),
-        (r"\boxed{x=1} and \boxed{y=2}", "x=1, y=2", OK),
-        (r"\boxed{p \to q} and \boxed{q\to r}", r"q \to r, p \to q", OK),
-        (r"\boxed{p \to q} and \boxed{q\to r}", r"q \to r", WRONG),
-        (r"\boxed{p \to q} or $\boxed{p\rightarrow q}$", TUPLE, OK),
-        ("it is $p \\to q$", TUPLE, OK),
-        (r"it is p \to q", TUPLE, NO_ANSWER),
-        (r"\boxed{" + "p" * 5000 + "}", TUPLE, WRONG),
-    ],
-)
-def test_boxes_that_only_joining_words_separate_are_one_answer(completion, answer, expected):
-    assert verify("math", completion, answer) == expected
+PAIRS_FILE = Path(__file__).parent / "pairs" / "math.jsonl"
+PAIRS = [json.loads(line) for line in PAIRS_FILE.read_text().splitlines()]
 
 
-TEXTS = [  # (reference that math-verify cannot read, other spellings of this reference, other answers)
-    (r"p \to q", [r"p\rightarrow q", "$p \\to q$.", "p \u2192 q", r"p\;\to\;q"],
-     [r"q \to p", r"p \leftarrow q", r"p \to \frac{1}{2}", r"P \to q", r"p \to \neg q", "p q", "p",
-      r"p \to q \to r"]),
-    (r"\neg p \lor q", [r"\lnot p\vee q"], [r"p \lor q", r"\neg p \land q", r"\neg (p \lor q)"]),
-    (r"\frac{\pi}{3}+2k\pi, k\in\mathbb{Z}",
-     [r"2\pi k + \dfrac{\pi}{3},\ k \in \mathbb Z", r"k\in\mathbb{Z},\quad\frac{\pi}{3}+2k\pi",
-      r"x = \frac{\pi}{3}+2k\pi \text{ and } k\in\mathbb{Z}"],
-     [r"\frac{\pi}{3}+k\pi, k\in\mathbb{Z}", r"\frac{\pi}{3}+2k\pi, k\in\mathbb{N}",
-      r"\frac{\pi}{3}+2k\pi", r"\frac{\pi}{3}+2k\pi, k\in\mathbb{Z}, k>0", r"k\in\mathbb{Z}"]),
-    (r"x\equiv 3 \pmod 7", [r"x \equiv 3 \pmod{7}", r"x\equiv 3\ (\text{mod } 7)", r"x \equiv 3 (\bmod 7)"],
-     [r"x\equiv 3 \pmod 5", r"x\equiv 4 \pmod 7", r"x = 3", "3", r"x\equiv 37", r"y\equiv 3 \pmod 7"]),
-    (r"\langle 1,2,3\rangle", [r"\left\langle 1, 2, 3 \right\rangle", r"\langle 1,2,\frac{6}{2}\rangle"],
-     [r"\langle 3,2,1\rangle", r"\langle 1,2\rangle", "1,2,3", r"\{1,2,3\}"]),
-    (r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.", [r"\begin{cases} x=1, \\ y=2. \end{cases}"],
-     [r"\begin{cases} x=2 \\ y=1 \end{cases}", r"\begin{cases} x=1 \end{cases}", "x=1"]),
-    (r"\begin{cases} 1 & x>0 \\ 0 & x \le 0\end{cases}",
-     [r"\begin{cases} 1, & \text{if } x>0 \\ 0, & \text{if } x \leq 0 \end{cases}"],
-     [r"\begin{cases} 0 & x>0 \\ 1 & x \le 0\end{cases}"]),
-    (r"\text{Always} \mid \text{never}", [r"\text{always} \mid \text{Never}", r"Always $\mid$ never"],
-     [r"\text{always}", r"\text{never} \mid \text{always}", r"\text{always} \mid \text{ever}"]),
-    (r"12 \to 3 \mathrm{~cm}", [r"12 \to 3\text{ cm}"], [r"12 \to 3 \mathrm{~m}", r"1 2 \to 3\text{ cm}"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("answer, same, different", TEXTS)
-def test_an_answer_that_math_verify_cannot_read_is_compared_as_text(answer, same, different):
-    for text in (answer, f"${answer}$", *same):
-        assert verify("math", rf"so \boxed{{{text}}}", answer) == OK, text
-    for text in (*different, "1", r"\text{unknown}", ""):
-        verdict = verify("math", rf"so \boxed{{{text}}}", answer)
-        assert (verdict.reward, verdict.status) == (0.0, "wrong" if text else "no_answer"), text
-
-
-@pytest.mark.parametrize(
-    "answer, content, expected",
-    [
-        ("46", "12+34", WRONG), ("46", "12+34=46", OK), ("46", r"\frac{92}{2}", OK),
-        ("5050", r"101 \cdot 50", OK), ("5050", r"\sum_{k=1}^{100} k", WRONG),
-        (r"\frac13", r"\int_0^1 x^2 dx", WRONG), ("3", r"\log_2 8", WRONG), ("1", r"\sin 90^\circ", WRONG),
-        ("1024", "2^{10}", OK), (r"\frac72", r"3\frac12", OK), ("50", r"50\%", OK),
-        ("35000", r"3.5 \times 10^4", OK), (r"1+\sqrt2", r"\sqrt2+1", OK), ("2k+2", "(4-k)+(3k-2)", OK),
-        ("3:30", "3:30", OK), ("3:30", "1:10", WRONG), ("2:05", "4:10", WRONG), ("8:00", "8:00", OK),
-        (r"6:00 \text{ p.m.}", r"6:00\text{ p.m.}", OK), (r"6:00 \text{ p.m.}", "6:00", WRONG),
-        ("5:17", "10:34", OK),
-    ],
-)  # fmt: skip
-def test_an_unfinished_calculation_and_a_time_are_not_evaluated(answer, content, expected):
-    assert verify("math", rf"so \boxed{{{content}}}", answer) == expected
-
-
-@pytest.mark.parametrize(
-    "answer, formula, is_number",
-    [
-        ("6", r"\gcd(12,18)", False), ("12", r"\operatorname{lcm}(4,6)", False), ("7", r"\max(3,7)", False),
-        ("3", r"\min(3,7)", False), ("5", r"\left\lfloor 17/3 \right\rfloor", False),
-        ("6", r"\lceil 17/3 \rceil", False), ("2", r"2^{10} \mod 7", False), ("2", r"2^{10} \bmod 7", False),
-        ("-2", r"\det\begin{pmatrix}1&2\\3&4\end{pmatrix}", False), ("1", r"\frac{d}{dx} x", False),
-        ("-2", r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", False), ("0", r"\arctan 0", False),
-        ("0", r"\sinh 0", False), ("3628800", "10!", True), ("120", r"\binom{10}{3}", True),
-        (r"\det\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\det\begin{pmatrix}1&2\\3&4\end{pmatrix}", True),
-    ],
-)  # fmt: skip
-def test_the_formula_of_a_question_is_no_number_unless_its_value_follows(answer, formula, is_number):
-    for text in (rf"\boxed{{{formula}}}", f"The answer is ${formula}$."):
-        assert verify("math", text, answer) == (OK if is_number else WRONG)
-    if not is_number and "bmod" not in formula:  # math-verify cannot parse \bmod
-        assert verify("math", rf"\boxed{{{formula} = {answer}}}", answer) == OK
-        assert verify("math", rf"\boxed{{{answer} = {formula}}}", answer) == WRONG
-
-
-WORDS = [  # (reference, other spellings of this reference, other answers)
-    ("cat", [r"\text{cat}", "Cat.", '"cat"', r"\mathbf{\text{cat}}", "x = cat"], ["tac", "act", "cats", "c"]),
-    ("silent", ["Silent"], ["listen"]),
-    (r"\text{Tom}", ["Tom", "tom"], ["Mot", r"\text{Mot}"]),
-    ("heavy rain", [r"\text{Heavy rain}", r"Heavy\ Rain", r"\text{heavy} \text{rain}"], ["rain heavy"]),
-    ("south west", ["South West"], ["south", "west south"]),
-    ("YES", ["Yes", "yes", r"\text{Yes}", r"\textbf{yes}"], ["NO", "sey"]),
-    ("DNE", [r"\text{dne}", "DNE"], ["END", "0"]),
-    ("False", ["FALSE", r"\text{false}."], ["True"]),
-    ("infinitely many", [r"\text{infinitely many}"], ["many infinitely", r"\infty"]),
-    ("cats and dogs", ["dogs, cats", r"\text{dogs and cats}"], ["cats", "cats and gods"]),
-    ("ABCD", [r"\text{ABCD}"], ["DBCA"]),
-    ("HTT", [r"\text{HTT}"], ["TTH"]),
-    # A product of letters, units and infinity stay mathematics.
-    ("AB", ["BA"], ["AC"]),
-    ("NW", [r"\text{NW}", "nw"], ["NE"]),
-    ("No", ["NO", r"\text{no}"], ["Yes"]),
-    ("xyz", ["zyx", r"x \cdot y \cdot z"], ["xy"]),
-    ("abc", [r"a \cdot b \cdot c", "a b c", "V = abc"], ["ab", "abd"]),
-    ("A and B", ["B, A", r"B \text{ and } A"], ["A and C"]),
-    (r"x \text{ meters}", ["x"], ["y"]),
-    ("infinity", [r"\infty"], [r"-\infty"]),
-    # The case of one letter matters in a formula.
-    (r"P \to q", [r"P \rightarrow q"], [r"p \to q"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("answer, same, different", WORDS)
-def test_words_are_compared_as_text_without_case(answer, same, different):
-    verdicts = {text: verify("math", rf"so \boxed{{{text}}}", answer) for text in (answer, *same, *different)}
-    assert verdicts == dict.fromkeys((answer, *same), OK) | dict.fromkeys(different, WRONG)
-
-
-def test_pairs_of_the_kinds_that_users_report():
-    """Pairs of reference and completion with the verdict by hand; tests/pairs/math.jsonl says the kind."""
-    lines = (Path(__file__).parent / "pairs" / "math.jsonl").read_text(encoding="utf-8").splitlines()
-    pairs = [json.loads(line) for line in lines]
-    wrong = [
-        pair
-        for pair in pairs
-        if bool(verify("math", pair["completion"], pair["gold"]).reward) != pair["right"]
-    ]
-    assert len(pairs) > 250 and not wrong
+@pytest.mark.parametrize("kind", sorted({pair["kind"] for pair in PAIRS}))
+def test_pairs_of_reference_and_completion_have_the_verdict_by_hand(kind):
+    pairs = [pair for pair in PAIRS if pair["kind"] == kind]
+    verdicts = [verify("math", pair["completion"], pair["gold"]) for pair in pairs]
+    wrong = [pair for pair, verdict in zip(pairs, verdicts) if bool(verdict.reward) != pair["right"]]
+    assert not wrong and not any(verdict.status in ("error", "timeout") for verdict in verdicts)
 
 
 @pytest.mark.parametrize("content", TOO_LARGE)
@@ -492,38 +356,6 @@ REFERENCES = [  # from OlympiadBench and from collections of college mathematics
     r"9.8 \mathrm{~m}/\mathrm{s}^{2}", r"\langle 1,2,3\rangle", r"y(x)=c_1 e^{-x}+c_2 e^{2x}", r"\ln|x|+C",
     r"x \in [1,2)", r"a \mid b", r"n=3k+1 \text{ for some integer } k", r"k=0, \pm 1", r"\lim_{x\to 0} f(x)",
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "answer, completion, same",
-    [
-        ("1e-05", "0.00001", True), ("6.67e-11", r"6.67 \times 10^{-11}", True), ("0.00003", "3e-5", True),
-        ("1.23e5", "123000", True), ("-2.5E+3", "-2500", True), ("1e-05", "1e-4", False),
-        ("6.67e-11", "0", False), ("10000", r"10\,000", True), ("10000", "10~000", True),
-        (r"1\ 000\ 000", "1000000", True), ("12", r"1\ 2", False), (r"(1, 234)", r"(1,\,234)", True),
-        ("2e^3", "2e^3", True), ("2000", "2e^3", False),
-        ("2516_8", "2516_{8}", True), ("2516_8", "2516", True), ("2516_8", "2516_7", False),
-    ],
-)  # fmt: skip
-def test_numbers_as_programs_and_books_write_them(answer, completion, same):
-    """JSON writes 1e-05 for a small float, and LaTeX a thin space in 10 000."""
-    for text in (rf"\boxed{{{completion}}}", f"The answer is ${completion}$."):
-        assert verify("math", text, answer) == (OK if same else WRONG)
-
-
-@pytest.mark.parametrize(
-    "sign, command, same",
-    [
-        ("30\u00b0", r"30^\circ", True), ("30\u00b0", "30", True), ("(-\u221e, 3]", r"(-\infty, 3]", True),
-        ("\u221e", r"\infty", True), ("\u2205", r"\emptyset", True), (r"\varnothing", r"\emptyset", True),
-        ("\u221a12", r"2\sqrt{3}", True), ("\u221a(x+1)", r"\sqrt{x+1}", True), ("\u22125", "-5", True),
-        ("3\u00b710^5", "300000", True), ("3\u00d710^5", "300000", True), ("1.5e\u22123", "0.0015", True),
-        ("x\u00b2", "x^2", True), ("\u221a3", "3", False), ("(-\u221e, 3)", r"(-\infty, 3]", False),
-    ],
-)  # fmt: skip
-def test_signs_of_unicode_equal_commands_of_latex(sign, command, same):
-    for completion, answer in ((sign, command), (command, sign)):
-        assert verify("math", rf"\boxed{{{completion}}}", answer) == (OK if same else WRONG)
 
 
 def test_impossible_references_have_a_reason():
@@ -665,34 +497,6 @@ def test_timeout_holds_when_the_caller_ignores_or_blocks_alarms(mask):
 
 
 @pytest.mark.slow
-def test_killed_idle_worker_costs_nothing():
-    with RewardPool(2) as pool:
-        assert wait_until(lambda: len(children(os.getpid())) == 2)
-        for pid in children(os.getpid()):
-            os.kill(pid, signal.SIGKILL)
-            assert wait_until(lambda pid=pid: not alive(pid))
-        for n in range(40):
-            pool.submit(n, "exact", "7", "7")
-        verdicts = pool.collect()
-        # An item that is sent before the pool notices the death of the worker counts as in progress.
-        assert sum(verdict == OK for verdict in verdicts.values()) >= 38
-        pool.submit("next", "exact", "7", "7")
-        assert pool.collect() == {"next": OK} and pool.num_restarts == 2
-
-
-@pytest.mark.slow
-def test_memory_limit_is_an_error_of_one_item():
-    bomb = "x" * (64 << 20)
-    with RewardPool(1, memory_bytes=100 << 20) as pool:
-        pool.submit("before", "exact", "7", "7")
-        pool.submit("bomb", "exact", bomb, bomb)
-        pool.submit("after", "math", r"\boxed{7}", "7")
-        verdicts = pool.collect()
-        assert verdicts["bomb"].status == "error" and pool.num_errors == 1
-        assert verdicts["before"] == verdicts["after"] == OK
-
-
-@pytest.mark.slow
 def test_stopped_worker_is_replaced(monkeypatch):
     monkeypatch.setattr(workers, "START_GRACE_S", limit(3))
     with RewardPool(1, timeout_s=limit(0.5)) as pool:
@@ -729,16 +533,6 @@ def test_submit_and_poll_do_not_wait():
             pool.submit(n, "exact", "7" * 1_000_000, "7")
         assert pool.poll() == 21
         assert time.monotonic() - start < limit(10)  # a call that waits for the child waits twice as long
-
-
-@pytest.mark.slow
-def test_close_ends_the_workers():
-    with RewardPool(2, timeout_s=limit(600)) as pool:
-        pool.submit("hangs", "math", HANGS, "5")
-        assert wait_until(lambda: len(children(os.getpid())) == 2)
-        workers = children(os.getpid())
-    assert not any(alive(pid) for pid in workers)
-    assert pool.collect() == {}
 
 
 @pytest.mark.slow

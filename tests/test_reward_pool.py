@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,6 +17,7 @@ import yaml
 from conftest import ROOT
 
 import workers
+from data import random_model
 from data.tiny import build_tokenizer
 from reward import (
     RewardPool,
@@ -426,26 +425,6 @@ def test_a_worker_that_leaks_memory_is_replaced(own):
         assert statuses == ["ok"] * 24 and pool.num_restarts >= 2
 
 
-def test_an_exhausted_worker_finishes_its_queue_and_is_replaced(monkeypatch):
-    """A busy worker never has an empty queue, unless the pool stops to fill the queue."""
-    monkeypatch.setattr(workers, "_has_ended", lambda process: False)
-    replaced = []
-    monkeypatch.setattr(RewardPool, "_replace", lambda self, worker, *why: replaced.append(worker))
-    replies, write = os.pipe()
-    os.set_blocking(replies, False)
-    items = [workers._Item(key, Scoring("exact", "a", "a", {})) for key in range(2)]
-    lines = deque({item.number: item} for item in items)
-    with RewardPool(1) as pool, os.fdopen(replies, "rb", 0) as stdout:
-        worker = workers._Process(SimpleNamespace(stdout=stdout), lines)
-        for item, fields in zip(items, [(0.0, "error", "MemoryError: "), (1.0, "ok", "")]):
-            assert not replaced and worker.load() == (workers.WINDOW if len(lines) == 1 else 2)
-            os.write(write, json.dumps([item.number, [*fields, {}], 0.1]).encode() + b"\n")
-            pool._receive(worker)
-        monkeypatch.undo()  # so that the pool sees its own workers end
-    os.close(write)
-    assert replaced == [worker]
-
-
 THROW = "(_ for _ in ()).throw"
 
 
@@ -699,15 +678,6 @@ def test_an_item_of_code_has_the_time_limit_of_the_tests():
         assert {kind: pool._limit_s([item]) for kind, item in items.items()} == expected
 
 
-def test_columns_of_a_row_do_not_change_the_limits_of_a_program():
-    """The columns of a row may have the same names as the limits."""
-    limits = {"isolation": "rlimits", "timeout_s": 5.0, "memory_bytes": 1 << 30}
-    with RewardPool(1, code_limits=limits) as pool:
-        fields = {"isolation": "none", "timeout_s": 1e-9, "memory_bytes": 1, "prompt": "?"}
-        pool.submit(0, "code", "```python\nprint(1)\n```", '{"inputs": [""], "outputs": ["1"]}', fields)
-        assert pool.collect() == {0: OK}
-
-
 # ---- checks before a run -----------------------------------------------------------------------------------
 NOT_READY = Verdict(0.0, "timeout", "the worker was not ready after 120 s")
 DEAD = Verdict(0.0, "error", "the worker died with exit status -9")
@@ -831,52 +801,9 @@ def test_rules_overtake_slow_items(own):
     assert order[0] == ("slow", 0) and {kind for kind, _ in order[1:41]} == {"rule"}
 
 
-def test_a_full_backlog_makes_submit_wait(own):
-    with RewardPool(1, timeout_s=limit(10), max_backlog=3) as pool:
-        pool.submit("warm", "own_rewards:sleeps", "0", "")
-        pool.collect()
-        start = time.monotonic()
-        sizes = []
-        for key in range(9):
-            pool.submit(key, "own_rewards:sleeps", "0.05", "")
-            sizes.append(sum(verdict is None for verdict in pool._replies.values()))
-        seconds = time.monotonic() - start
-        assert len(pool.collect()) == 9
-    assert max(sizes) == 3
-    assert seconds >= 6 * 0.05, "the pool accepts the ninth item after the sixth verdict"
-
-
-def test_a_latency_is_the_time_from_submit_to_verdict(own):
-    """Latencies are in the order of the verdicts, and include the time behind another item."""
-    start = time.monotonic()
-    with RewardPool(1, timeout_s=limit(10)) as pool:
-        for key in range(3):
-            pool.submit(key, "own_rewards:sleeps", "0.1", "")
-        pool.submit("rule", "exact", "a", "a")
-        pool.collect()
-        wall = time.monotonic() - start
-        first, rule, second, third = pool.latencies
-    assert first >= 0.1 and second >= 0.2 and third >= 0.3
-    assert first <= second <= third <= wall and 0 < rule <= wall
-
-
 def byte_level_tokenizer():
     """Train a BPE tokenizer over bytes, so that a token may be a part of a character."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    rng = random.Random(0)
-    alphabet = [97, 98, 32, 0xE9, 0x4E2D, 0x1F600]
-    texts = ["".join(chr(rng.choice(alphabet)) for _ in range(40)) for _ in range(50)]
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<eos>"],
-        show_progress=False,
-    )  # fmt: skip
-    inner.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    return random_model.build_tokenizer(["ab 中é😀 " * 40], 400)
 
 
 @pytest.mark.parametrize("make", [build_tokenizer, byte_level_tokenizer])

@@ -164,16 +164,6 @@ def test_the_most_likely_tokens_are_the_trainers(whole, policy, engine, tokenize
             )
 
 
-def test_a_bfloat16_engine_stays_near_the_float32_policy(folder, tokenizer):
-    policy = build_policy(Recipe(), len(tokenizer))
-    engine = make_engine(folder, "bfloat16")
-    engine.sync(hf_tensors(policy), 0)
-    requests = requests_for(tokenizer)
-    completions = engine.generate(requests, 0)
-    logprobs, _ = trained(policy, requests, completions)
-    assert 0 < logprob_distance(logprobs, completions).mean() < 0.05
-
-
 def test_a_sample_depends_on_its_seed_and_not_on_the_batch(engine, tokenizer):
     requests = requests_for(tokenizer)
     together = token_ids(engine.generate(requests, 0))
@@ -215,12 +205,11 @@ def wrong_shape(named):
     ("faulty", "keyword"),
     [
         (lambda named: drop(named, "layers.1.mlp.experts.down_proj"), "layers.1.mlp.experts.w2_weight"),
-        (lambda named: drop(named, "layers.0.self_attn.q_norm"), "layers.0.self_attn.q_norm"),
         (half_of_the_experts, "4 experts"),
         (misnamed, "router"),
         (wrong_shape, "layers.0.self_attn.k_proj"),
     ],
-    ids=["expert tensor missing", "norm missing", "half of the experts", "misnamed", "wrong shape"],
+    ids=["expert tensor missing", "half of the experts", "misnamed", "wrong shape"],
 )
 def test_after_a_faulty_sync_the_engine_refuses_to_sample(faulty, keyword, policy, folder, monkeypatch):
     """A failed reload spoils the engine, and the tables of rotations that vLLM shares among engines."""
@@ -438,22 +427,3 @@ def test_the_engine_waits_for_tools_only_if_it_has_nothing_else_to_do(engine, co
     conversation[1](0)
     assert (False, True, True) in waits, "tokens were sampled while tools ran"
     assert not any(waited and is_running for waited, is_running, _ in waits)
-
-
-def test_r3_over_several_turns_is_the_pass_with_forced_routes(policy, engine, conversation):
-    """Sample with other routes than the trainer's, then replay: the engine's numbers come back."""
-    requests, converse = conversation
-    completions = converse(0)
-    packed_ids = torch.cat([c.routed_experts for c in completions]).long()
-    is_sampled = torch.tensor([own for c in completions for own in c.sampled_mask])
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "gate.weight" in name:  # only the choice of experts is replayed; scores stay near
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02 * parameter.std())
-    free, table = trained(policy, requests, completions)
-    forced, forced_table = trained(policy, requests, completions, replay_ids_TLK=packed_ids)
-    assert not torch.equal(table.sort(-1).values.long(), packed_ids.sort(-1).values)
-    assert torch.equal(forced_table.sort(-1).values.long(), packed_ids.sort(-1).values)
-    distances = [logprob_distance(x, completions)[is_sampled] for x in (free, forced)]
-    assert distances[1].mean() < 0.5 * distances[0].mean()

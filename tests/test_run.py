@@ -282,21 +282,6 @@ def test_sigterm_leaves_a_checkpoint_of_the_last_finished_step(undisturbed, tmp_
     assert_same_run(undisturbed, tmp_path)
 
 
-def test_another_learning_rate_continues_with_the_optimizers_state(undisturbed, tmp_path):
-    """With a learning rate near 0, AdamW moves no weight, but the moving averages continue."""
-    run_dir = shutil.copytree(undisturbed, tmp_path / "copy")
-    settings = ["train.num_steps=7", "train.learning_rate=1e-30", "train.weight_decay=0.5"]
-    done = train(*SMALL, *settings, f"run.dir={run_dir}")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_weights(run_dir / "model", undisturbed / "model")
-    states = [
-        torch.load(folder / "checkpoints" / name / "rank_00000.pt", weights_only=True)["optimizer"]["adamw"]
-        for folder, name in ((undisturbed, "step_000006"), (run_dir, "step_000007"))
-    ]
-    assert states[1]["param_groups"][0]["weight_decay"] == 0.5
-    assert [float(next(iter(state["state"].values()))["step"]) for state in states] == [6, 7]
-
-
 def test_no_scheduling_and_no_overlap_give_the_same_run_bit_for_bit(undisturbed, tmp_path):
     """Both change the order of work only. Without a schedule there are no predicted lengths (length_*)."""
     settings = ["rollout.schedule=arrival", "reward.overlap=false", "reward.decode=engine"]
@@ -454,34 +439,6 @@ def test_a_run_with_a_lag_resumes_its_queue_exactly(tmp_path):
     assert_same_run(resumed, straight)
 
 
-def test_a_dense_model_runs_too(tmp_path):
-    """Random weights are always wrong; RL-ZVP trains on their tokens all the same."""
-    from transformers import Qwen3Config
-
-    from data.tiny import build_tokenizer
-    from moe_model import ModelSettings, Policy, build_policy, random_weights, save_hf
-
-    tokenizer = build_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.2,
-    )  # fmt: skip
-    policy = Policy(config)
-    random_weights(policy, seed=0)
-    save_hf(policy, tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    done = train(
-        *SMALL, f"model.path={tmp_path / 'model'}", "model.ep_size=1", f"run.dir={tmp_path / 'run'}",
-        "train.num_steps=3", "zero_variance.rl_zvp=true",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert 0 < summary_of(tmp_path / "run")["mean_abs_dlogp"] < 1e-4
-    weights = weights_of(tmp_path / "run" / "model")
-    assert not torch.equal(weights["lm_head.weight"], policy.lm_head.weight)
-    with pytest.raises(ValueError, match="model.freeze_router"):
-        build_policy(ModelSettings(freeze_router=True), tmp_path / "model", None, torch.device("cpu"))
-
-
 def test_another_topology_continues_from_weights_on_request(undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "copy")
     settings = ["train.num_steps=7", "model.ep_size=1", "checkpoint.resume=weights"]
@@ -545,7 +502,6 @@ TRAIN_SET = "data/built/tiny/train.jsonl"
 BAD_INPUT = {  # case: (settings, keyword of the message)
     "unknown setting": (["train.learning_rat=1"], "train.learning_rate"),
     "no such file": (["data.train=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
-    "unknown verifier": (["data.train=[{path: ODD_KIND}]"], "row 1"),
     "code in training data": (["data.train=[{path: CODE}]"], "timeit:timeit"),
     "code in held-out data": (["data.eval=[{path: CODE, kind: exact}]"], "timeit:timeit"),
     "no such file of rewards": (
@@ -565,12 +521,10 @@ BAD_INPUT = {  # case: (settings, keyword of the message)
     "no GPU for the kernels": (["model.logprob_kernel=triton"], "model.logprob_kernel"),
     "long prompts": (["rollout.max_prompt_tokens=4"], "rollout.max_prompt_tokens"),
     "context": (["rollout.max_new_tokens=1000"], "512"),
-    "no prompts": ([f"data.train=[{{path: {TRAIN_SET}, difficulty: [8, 9]}}]"], "difficulty"),
     "overlap": ([f"data.eval=[{{path: {TRAIN_SET}}}]"], "training prompts"),
     "run folder": (["run.dir=/proc/nowhere"], "run.dir"),
     "sleep": (["rollout.sleep_level=2"], "rollout.sleep_level"),
     "fp8": (["rollout.fp8=on", "rollout.dtype=bfloat16"], "rollout.fp8"),
-    "fp8 keys": (["rollout.kv_cache_fp8=true"], "rollout.kv_cache_fp8"),
     "shared engine": (["rollout.tensor_parallel=2"], "rollout.tensor_parallel"),
     "ranks": ([*SMALL[2:], "run.dir=FINISHED"], "world_size 2 -> 1"),
 }
@@ -590,7 +544,6 @@ def write_code(folder: Path) -> tuple[Path, Path]:
 def bad_input_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, str, str]]:
     folder = tmp_path_factory.mktemp("bad")
     finished = shutil.copytree(undisturbed, folder / "finished")
-    (odd_kind := folder / "odd.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "kind": "exakt"}')
     code, trace = write_code(folder)
     (two := folder / "two.py").write_text("def two(completion, answer):\n    return 2.0\n")
     common = [
@@ -600,7 +553,7 @@ def bad_input_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, st
         f"run.dir={folder / 'run'}",
     ]
     cases = {case: {"argv": [*common, *settings]} for case, (settings, _) in BAD_INPUT.items()}
-    files = {"ODD_KIND": odd_kind, "CODE": code, "FINISHED": finished, "TWO": two}
+    files = {"CODE": code, "FINISHED": finished, "TWO": two}
     for name, file in files.items():
         cases = json.loads(json.dumps(cases).replace(name, str(file)))
     outcomes = outcomes_of(cases, folder, ranks=0)

@@ -529,13 +529,6 @@ def test_a_linked_python_folder_is_bound_by_link_and_target(tmp_path, monkeypatc
 
 
 @NEEDS_BUBBLEWRAP
-def test_an_assert_without_a_constant_can_be_forged():
-    """docs/rewards.md warns about these asserts."""
-    program = "class E:\n    __eq__ = lambda a, b: True\nadd = lambda a, b: E()"
-    assert verify(fenced(program), '["x = 3\\nassert add(1, 2) == x"]')[0] == 1.0
-
-
-@NEEDS_BUBBLEWRAP
 def test_all_tests_of_a_program_share_a_limit_of_time():
     timeout_s = limit(0.1)
     start = time.monotonic()
@@ -620,31 +613,10 @@ def test_a_start_says_how_many_doubtful_rows_are_not_tried(monkeypatch):
     assert len(warnings) == 1 and "3 of 5" in warnings[0]
 
 
-def test_check_of_humaneval_is_called_with_the_entry_point():
-    answer = json.dumps({"asserts": [CHECK], "entry_point": "f"})
-    texts = [f"```python\ndef f(x): return x + {k}\n```" for k in (1, 2)]
-    assert [verify(text, answer, isolation="rlimits")[0] for text in texts] == [1.0, 0.0]
-
-
 HOSTILE = (
-    " ",
-    "`",
-    "```",
-    "``` ",
-    "```p ",
-    "\n```",
-    "```\n",
-    "\t",
-    "*",
-    "**",
-    "a. ",
-    "[",
-    "<<",
-    "1,",
-    "{",
-    "1. ",
+    " ", "`", "```", "``` ", "```p ", "\n```", "```\n", "\t", "*", "**", "a. ", "[", "<<", "1,", "{", "1. ",
     "\n- ",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 
-import huggingface_hub
 import pytest
 import torch
 from conftest import ROOT
@@ -338,19 +337,6 @@ def test_a_row_that_repeats_a_prompt_with_other_columns_is_reported(chat_model, 
     assert len(prompts) == 1 and any("1 rows repeat" in note for note in notes)
 
 
-def test_a_model_may_be_a_name_on_the_hub(chat_model, tmp_path, monkeypatch):
-    path = write(tmp_path / "prompts.jsonl", [{"prompt": "x", "answer": "1"}])
-    folder = str(chat_model[0])
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: folder)
-    options = options_for("owner/model", path)
-    assert (options.model, options.model_name) == (chat_model[0], "model")
-    assert len(read_prompts(options)[0]) == 1
-    (chat_model[0] / "model.safetensors").rename(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="--model owner/model.*safetensors"):
-        options_for("owner/model", path)
-    (tmp_path / "model.safetensors").rename(chat_model[0] / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -434,8 +420,3 @@ def test_load_scores_names_file_and_row(rows, tail, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         load_scores(path)
     assert str(path) in str(error.value)
-
-
-def test_load_scores_of_a_missing_file():
-    with pytest.raises(ValueError, match="no/such.jsonl.*data.score"):
-        load_scores("no/such.jsonl")

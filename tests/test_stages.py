@@ -107,27 +107,6 @@ def test_a_stage_ends_when_its_simulation_does(metric):
     assert len(ends) > 150 and len(set(ends)) > 15, "many series end, at many different steps"
 
 
-@pytest.mark.parametrize(
-    "rule, scores, step, reason",
-    [
-        ({"steps": 3}, [0.1] * 5, 3, "3 steps"),
-        ({"tokens": 25}, [0.1] * 5, 3, "30 tokens"),
-        ({"accuracy": 0.5}, [0.4, 0.5, 0.4], 2, "0.500"),
-        ({"plateau": 2}, [0.1, 0.3, 0.2, 0.4, 0.4, 0.4], 6, "0.400"),
-        ({}, [1.0] * 9, None, ""),
-    ],
-)
-def test_the_end_of_a_stage_by_hand(rule, scores, step, reason):
-    rule = HandOver(**rule)
-    position = StagePosition()
-    reasons = []
-    for score in scores:
-        position = after_step(position, rule, 10, {"score": score})
-        reasons.append(end_of_stage(position, rule))
-    first = next((number for number, text in enumerate(reasons, start=1) if text), None)
-    assert first == step and reason in (reasons[step - 1] if step else "")
-
-
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
@@ -511,15 +490,6 @@ def test_a_stopped_run_resumes_bit_for_bit_in_its_stage(staged, tmp_path):
 
 # ---- the page ----------------------------------------------------------------------------------------------
 PAGE = (ROOT / "docs" / "stages.md").read_text()
-
-
-def test_the_page_names_settings_of_a_stage():
-    listed = PAGE.partition("## What a stage may set")[2].partition("All others")[0]
-    names = set(re.findall(r"`([a-z_.0-9]+)`", listed)) - {"weight", "difficulty"}
-    names -= {"zero_variance.offline_scores", "zero_variance.offline_pass_rate", "train.lr_schedule"}
-    assert names - {"rollout", "reward", "train"} < PER_STAGE
-    until = PAGE.partition("## When a stage hands over")[2].partition("## What a stage may set")[0]
-    assert all(f"`{name}`" in until for name in HandOver.model_fields)
 
 
 def test_the_example_of_the_page_is_valid(tmp_path):

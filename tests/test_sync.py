@@ -18,11 +18,9 @@ import torch.nn.functional as F
 from engines import (
     VOCAB,
     assert_samples_are_the_trainers,
-    logprob_distance,
     random_requests,
     save_model,
     token_ids,
-    trained,
 )
 from transformers import Glm4MoeConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -74,10 +72,13 @@ def engine_of(tmp_path_factory):
         return save_model(make_policy(kind), tmp_path_factory.mktemp(kind))
 
     @cache
+    def start(kind, settings):
+        return RolloutEngine(folder_of(kind), 384, RolloutSettings.model_validate_json(settings))
+
     def engine_of(kind, dtype="float32", fp8="off", kv_cache_gib=0.05, **options):
         options = {"max_num_seqs": 8} | options
         settings = RolloutSettings(dtype=dtype, fp8=fp8, kv_cache_gib=kv_cache_gib, **options)
-        return RolloutEngine(folder_of(kind), 384, settings)
+        return start(kind, settings.model_dump_json())
 
     return engine_of
 
@@ -102,17 +103,6 @@ def move(policy) -> None:
         for name, parameter in policy.named_parameters():
             if not name.endswith("o_proj.bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-
-
-def test_prompts_with_more_tokens_than_vllm_computes_in_one_step_wait(synced):
-    """vLLM computes 4,096 tokens per step. Waiting changes no sample."""
-    policy, engine = synced("moe", max_num_seqs=32)
-    requests = random_requests(32, 200, 300, max_new_tokens=20)
-    assert sum(len(request.prompt_ids) for request in requests) > 1.5 * 4096
-    together = engine.generate(requests, 0)
-    in_turns = [engine.generate(requests[i : i + 4], 0) for i in range(0, 32, 4)]
-    assert token_ids(together) == token_ids(sum(in_turns, []))
-    assert_samples_are_the_trainers(policy, requests, together)
 
 
 def test_an_engine_that_fails_while_sampling_raises_one_short_error(engine_of, monkeypatch, capfd):
@@ -237,16 +227,6 @@ def test_a_rank_of_a_shared_engine_keeps_the_routes_of_its_own_requests_alone(sy
     assert sorted((index, sample.token_ids) for index, sample in reported) == [*enumerate(expected[3:5])]
     assert_samples_are_the_trainers(policy, requests[3:5], completions)
     assert len(kept) == 2
-
-
-def test_capture_of_routes_is_switched_in_both_model_runners_of_vllm():
-    first = SimpleNamespace(routed_experts_initialized=True)
-    second = SimpleNamespace(routed_experts_capturer="capturer")
-    for capture in (False, True, False, True):
-        for runner in (first, second):
-            vllm_worker.switch_capture_in_worker(SimpleNamespace(model_runner=runner), capture)
-        assert first.routed_experts_initialized is capture
-        assert second.routed_experts_capturer == ("capturer" if capture else None)
 
 
 # ---- validate_routes ---------------------------------------------------------------------------------------
@@ -414,25 +394,6 @@ def test_experts_of_a_width_that_is_no_multiple_of_128_are_rounded_as_in_vllm():
     assert torch.equal(rounded, torch.stack(expected))
 
 
-@pytest.mark.parametrize("round_weight", [fp8_round, mxfp4_round])
-def test_fused_experts_are_rounded_some_at_a_time(round_weight):
-    prefix = "model.layers.0.mlp.experts."
-    gate_up = random_weight((20, 2 * 64, 96), 0.02)
-    down = random_weight((20, 96, 64), 0.02, seed=1)
-    num_experts = []
-
-    def recording(weight):
-        num_experts.append(len(weight))
-        return round_weight(weight)
-
-    sent = [(f"{prefix}gate_up_proj", gate_up), (f"{prefix}down_proj", down)]
-    rounded = dict(simulate_rounding(sent, recording))
-    halves = [torch.cat([round_weight(half) for half in expert.chunk(2)]) for expert in gate_up]
-    assert torch.equal(rounded[f"{prefix}gate_up_proj"], torch.stack(halves))
-    assert torch.equal(rounded[f"{prefix}down_proj"], torch.stack([round_weight(expert) for expert in down]))
-    assert sum(num_experts) == 2 * 20 and max(num_experts) < 20
-
-
 def test_simulate_rounding_of_an_incomplete_stream_is_an_error():
     named = [(n, tensor) for n, tensor in hf_tensors(make_policy("mixed")) if "1.self_attn.k_proj" not in n]
     with pytest.raises(ValueError, match="layers.1.self_attn.q_proj.weight"):
@@ -518,13 +479,13 @@ def assert_check_fails(engine, named, *parts, count=1):
 
 
 DTYPES = ("float32", "bfloat16")
-ENGINES = [(kind, dtype, "off") for kind in ("moe", "mixed", "dense", "dense_tied") for dtype in DTYPES]
-ENGINES += [("moe", "float32", "simulate"), ("mixed", "bfloat16", "simulate")]
+ENGINES = [(kind, dtype) for kind in ("moe", "mixed") for dtype in DTYPES]
+ENGINES += [("dense", "float32"), ("dense_tied", "float32")]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "fp8"), ENGINES)
-def test_the_check_passes_after_every_sync_and_fails_for_other_weights(kind, dtype, fp8, synced):
-    policy, engine = synced(kind, dtype, fp8)
+@pytest.mark.parametrize(("kind", "dtype"), ENGINES)
+def test_the_check_passes_after_every_sync_and_fails_for_other_weights(kind, dtype, synced):
+    policy, engine = synced(kind, dtype)
     engine.check_weights(hf_tensors(policy))
     move(policy)
     # Embedding and head, last norm; per layer 4 norms, qkv, o, router, w13, w2. Each of them has changed.
@@ -681,34 +642,6 @@ def test_whole_experts_are_cut_into_the_slices_of_the_ranks(rank):
         assert torch.equal(parameter, expected[name])
 
 
-def test_a_float32_head_brings_a_bfloat16_engine_closer_to_the_trainer(engine_of, monkeypatch):
-    """Logits of 16 to 32 have steps of 1/8 in bfloat16; the trainer sums them in float32.
-
-    The layers change little, so that most of the difference comes from the head and the last norm. Measured:
-    0.018 nats with a float32 head, 0.022 with a bfloat16 head.
-    """
-    policy = make_policy("dense")
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            parameter.mul_(0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
-        policy.lm_head.weight.mul_(4)
-    policy.bfloat16()
-    requests = random_requests(96, 1, 30)
-    engine_options = rollout.engine_options
-    distance = {}
-    for dtype, max_num_seqs in (("model", 7), ("float32", 6)):  # engine_of() caches engines by their settings
-        with monkeypatch.context() as patch:
-            head = {"hf_overrides": {"head_dtype": dtype}}
-            patch.setattr(rollout, "engine_options", lambda *given, head=head: engine_options(*given) | head)
-            engine = engine_of("dense", "bfloat16", max_num_seqs=max_num_seqs)
-        engine.sync(hf_tensors(policy), 0)
-        completions = engine.generate(requests, 0)
-        logprobs, _ = trained(policy, requests, completions)
-        distance[dtype] = logprob_distance(logprobs, completions).mean()
-        assert f"to {'bfloat16' if dtype == 'model' else 'float32'}" in engine.describe()
-    assert distance["float32"] < 0.95 * distance["model"]
-
-
 def test_options_of_an_engine_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = RolloutSettings(sleep_level=2, dtype="bfloat16")
@@ -821,12 +754,9 @@ def test_vllms_fp8_is_refused_if_it_would_differ_from_the_simulation(monkeypatch
     def check(**options):
         check_fp8(RolloutSettings(**options), QWEN3_30B)
 
-    for size, whole_experts in ((1, False), (2, False), (8, True)):
-        check(fp8="on", tensor_parallel=size, expert_parallel=whole_experts)
-    check(tensor_parallel=4)
-    for size in (4, 8):
-        with pytest.raises(ValueError, match="expert_parallel=true"):
-            check(fp8="on", tensor_parallel=size)
+    check(fp8="on", tensor_parallel=8, expert_parallel=True)
+    with pytest.raises(ValueError, match="expert_parallel=true"):
+        check(fp8="on", tensor_parallel=4)
     air = Glm4MoeConfig(  # GLM-4.5-Air: parts that expert parallelism leaves to tensor parallelism
         moe_intermediate_size=1408,
         intermediate_size=12288,

@@ -5,7 +5,6 @@ token, and the weight of every token. Groups of both kinds are in one update, be
 kind against the other is the mistake to find.
 """
 
-import itertools
 import json
 import random
 from dataclasses import replace
@@ -29,7 +28,7 @@ from data.score import model_digest
 from data.stages import Offers
 from data.tiny import build_tokenizer
 from extras.base import Launch, active
-from extras.teacher import Lesson, Teacher, taught_rows, teacher_advantages, teacher_config
+from extras.teacher import Lesson, Teacher, taught_rows, teacher_config
 from runtime.checkpoint import TrainState
 from runtime.memory import standing_bytes
 from runtime.metrics import Clock, batch_metrics, reduce_metrics
@@ -122,14 +121,6 @@ def test_scores_that_are_equal_up_to_rounding_never_split_a_group():
         assert len(set(batch.replaced.tolist())) == 1, rule
 
 
-def test_a_teacher_of_one_stage_is_the_teacher_of_the_run():
-    """versions.json records the digest of its weights."""
-    stages = [{"name": "a", "until": {"steps": 1}}, {"name": "b", "teacher": {"path": "large"}}]
-    config = configure.widest(configure.stage_configs(make_config(f"stages={json.dumps(stages)}")), False)
-    models = [extra.models(config) for extra in active(config)]
-    assert models == [{"teacher_weights": "large"}] and active(make_config()) == []
-
-
 def test_rl_zvp_keeps_the_right_groups_if_the_teacher_has_the_wrong_ones():
     groups = [make_group(i, i, [3, 3], [right] * 2) for i, right in enumerate([True, False])]
     batch = taught_batch(groups, config_of(zero_variance__rl_zvp=True), random.Random(0))
@@ -205,35 +196,6 @@ def oracle_advantages(batch, groups, rule: str, ragged) -> list[list[float]]:
     return expected
 
 
-def test_the_expected_gradient_is_that_of_the_reverse_kl_of_each_token(float64):
-    """Sum over all completions of two tokens, E_y[sum_t A_t grad log pi_t] = -coef w E[sum_t grad KL_t].
-
-    KL_t compares policy and teacher after the prefix of token t. The gradient does not pass through the
-    probability of the prefix: a token is not blamed for the distance of later tokens.
-    """
-    vocab = 5
-    torch.manual_seed(0)
-    completions = list(itertools.product(range(vocab), repeat=2))
-    places = [((0, first), (1 + first, second)) for first, second in completions]  # (prefix, token)
-    teacher = torch.randn(1 + vocab, vocab).log_softmax(1)  # a row per prefix: none, or the first token
-    for coef, weight in itertools.product((1.0, 0.3), (1.0, 0.25)):
-        logits = torch.randn(1 + vocab, vocab, requires_grad=True)
-        policy = logits.log_softmax(1)
-        logprobs = torch.stack([torch.stack([policy[place] for place in row]) for row in places])  # [V^2, 2]
-        of_teacher = torch.tensor([[teacher[place] for place in row] for row in places])
-        advantages = teacher_advantages(
-            of_teacher, logprobs.detach(), torch.ones(len(places), 2, dtype=torch.bool),
-            torch.full((len(places),), weight), coef,
-        )  # fmt: skip
-        weights = logprobs.detach().sum(dim=1, keepdim=True).exp()
-        (gradient,) = torch.autograd.grad((weights * advantages * logprobs).sum(), logits, retain_graph=True)
-        kl = (policy.exp() * (policy - teacher)).sum(dim=1)  # of each prefix
-        prefix_probs = torch.cat([torch.ones(1), policy[0].detach().exp()])
-        (kl_gradient,) = torch.autograd.grad((prefix_probs * kl).sum(), logits)
-        assert_close(gradient, -coef * weight * kl_gradient)
-        assert gradient.abs().max() > 0.01
-
-
 # ---- the teacher's forward pass ----------------------------------------------------------------------------
 
 
@@ -279,12 +241,6 @@ def test_the_teacher_computes_its_groups_only_and_with_its_own_router(rule, fold
             expected = (logits / 0.7).log_softmax(1)[torch.arange(len(ids)), ids]
         actual = lesson.logprobs[row, : len(ids)]
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)  # float32, two implementations
-
-
-def test_without_a_group_nothing_is_computed():
-    batch = train_rl.collate([], [], [])
-    assert lesson_of(config_of(), batch, None) is None
-    assert train_rl.metrics_of(config_of(), batch) == {}
 
 
 # ---- metrics, budget ---------------------------------------------------------------------------------------

@@ -97,18 +97,6 @@ def test_words_and_repetition_of_hand_made_texts():
     assert quality.repeated_openings([text.split() for text in openings], prompts) == 2 / 7
 
 
-def test_empty_single_and_greedy_completions(folders):
-    trained, start = folders
-    empty = quality.text_quality([row("", []), row(" ", [])], trained, start)
-    assert empty["empty_frac"] == 1 and empty["mean_words"] == 0 and empty["repeated_openings"] == 0
-    names = ("perplexity_start", "kl_to_start", "distinct_1", "repeated_4grams")
-    assert [empty[name] for name in names] == [None] * 4
-    single = quality.text_quality([row("one two three four", [7], temperature=0)], trained, start)
-    assert single["num_completions"] == 1 and single["repeated_4grams"] == 0 and single["kl_to_start"] > 0
-    rows = [row("greedy text", [7, 8, 9], temperature=0), row("sampled", [7])]
-    assert quality.text_quality(rows, trained, start)["mean_tokens"] == 1, "sampled completions only"
-
-
 def test_a_set_that_cannot_be_measured_is_explained(folders, tmp_path):
     trained, start = folders
     rows = [row("text", [7])]
