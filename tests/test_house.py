@@ -337,7 +337,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, extras": 1925,
     "lines of Python, kernels": 738,
     "lines of Python, runtime": 5040,
-    "lines of Python, tests": 32920,
+    "lines of Python, tests": 29370,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 11430,
     "lines of Python, verifiers": 3490,
