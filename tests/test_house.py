@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -172,57 +173,37 @@ SCALED = ("preloaded.run", "torchrun", "two_agents", "train", "start", "launch")
 FOREVER_S = 1000  # a longer sleep stands for a process that hangs
 
 
-def is_fixed(node: ast.AST | None) -> bool:
-    """Tell whether an expression is a positive number of seconds, without any name."""
-    parts = list(ast.walk(node)) if node else []
-    is_number = bool(parts) and all(
-        isinstance(part, (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop))
-        or (isinstance(part, ast.Constant) and isinstance(part.value, (int, float)))
-        for part in parts
-    )
-    return is_number and 0 < eval(ast.unparse(node)) < FOREVER_S
+def is_fixed(node: ast.AST) -> bool:
+    is_number = isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
+    return is_number and 0 < node.value < FOREVER_S
 
 
-def is_time(node: ast.AST, durations: set[str]) -> bool:
-    """Tell whether an expression reads a clock, or a name that holds a duration."""
-    clocks = ("time.monotonic", "time.perf_counter", "time.time")
-    return any(
-        isinstance(part, ast.Call) and ast.unparse(part.func) in clocks
-        or isinstance(part, ast.Name) and part.id in durations
-        for part in ast.walk(node)
-    )  # fmt: skip
-
-
-def fixed_call(node: ast.Call) -> bool:
-    name = ast.unparse(node.func)
-    if name == "time.sleep" or name.endswith((".wait", ".join", ".communicate")):
-        return any(map(is_fixed, [*node.args[:1], *(keyword.value for keyword in node.keywords)]))
-    limits = [keyword.value for keyword in node.keywords if keyword.arg in ("timeout", "timeout_s", "wall_s")]
-    return not name.endswith("Settings") and name not in SCALED and any(map(is_fixed, limits))
+def reads_clock(node: ast.AST) -> bool:
+    return bool(re.search(r"time\.(monotonic|perf_counter|time)\(\)", ast.unparse(node)))
 
 
 def fixed_limits(tree: ast.AST) -> list[int]:
-    """List the lines on which a time is compared with a fixed number, or a call waits for one."""
-    assigned = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Assign) and is_time(node.value, set())
-    ]
-    durations = {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
-    loops = [node for node in ast.walk(tree) if isinstance(node, (ast.While, ast.For, ast.AsyncFor))]
-    pauses = {id(node) for loop in loops for node in ast.walk(loop)}  # between two looks at a condition
+    """List the lines on which a call waits for a fixed time, or a reading of a clock is bounded by one."""
     lines = []
     for node in ast.walk(tree):
+        is_bad = False
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             for op, *pair in zip(node.ops, sides, sides[1:]):
                 small, large = pair if isinstance(op, (ast.Lt, ast.LtE)) else reversed(pair)
-                lines += [node.lineno] if is_time(small, durations) and is_fixed(large) else []
+                is_bad |= reads_clock(small) and is_fixed(large)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             sides = (node.left, node.right)
-            is_deadline = any(is_time(side, set()) for side in sides) and any(map(is_fixed, sides))
-            lines += [node.lineno] if is_deadline else []
-        elif isinstance(node, ast.Call) and fixed_call(node):
-            is_pause = ast.unparse(node.func) == "time.sleep" and id(node) in pauses
-            lines += [] if is_pause else [node.lineno]
+            is_bad = any(map(reads_clock, sides)) and any(map(is_fixed, sides))
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            waits = node.args[:1] if name.endswith((".wait", ".join", ".communicate")) else []
+            if name not in SCALED and not name.endswith("Settings"):
+                waits = waits + [
+                    k.value for k in node.keywords if k.arg in ("timeout", "timeout_s", "wall_s")
+                ]
+            is_bad = any(map(is_fixed, waits))
+        lines += [node.lineno] if is_bad else []
     return lines
 
 
