@@ -180,16 +180,6 @@ def test_an_advantage_of_the_prefix_alone_moves_nothing(correction, float64):
     assert expected_gradient(plain, old=None, advantages=constant).abs().max() > 0.03
 
 
-@pytest.mark.parametrize("topk", [VOCAB, 2])
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_without_a_mismatch_it_is_reinforce(correction, topk, float64):
-    policies = {"policy": POLICY, "old": POLICY, "engine": POLICY}
-    gradient = expected_gradient(config_of(topk, rollout_correction=correction), **policies)
-    reinforce = expected_gradient(config_of(centering__enabled=False), **policies)
-    assert_close(gradient, reinforce)
-    assert reinforce.abs().max() > 0.1
-
-
 def test_probabilities_that_underflow_give_finite_gradients():
     """In float32 a head of nearly all probability has a tail of rounding only."""
     certain = [[0.0, -30.0, -60.0, -90.0, -110.0]] * (1 + VOCAB)

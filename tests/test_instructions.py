@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from data import instructions
 from verifiers.instructions import CHECKS, read_constraints, verify
 
 # {name: (arguments, texts that meet the constraint, texts that break the constraint)}
@@ -166,13 +165,6 @@ def test_the_region_and_the_case_of_a_language_code_have_no_effect(language):
     for code, text in texts.items():
         expected = float(language[:2].lower() == code)
         assert reward(text, "language:response_language", {"language": language}) == expected
-
-
-@pytest.mark.parametrize("num", ["-1", "0"])
-def test_a_set_needs_a_prompt(num, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        instructions.main(["--train", num, "--output", str(tmp_path / "none")])
-    assert "--train" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 EVERY_FORM = [

@@ -342,13 +342,6 @@ def test_an_expression_that_is_too_large_is_wrong_at_once(content):
     assert verify("math", rf"\boxed{{{content}}}", content) == OK, "as text"
 
 
-@pytest.mark.parametrize(
-    "content", ["2^{2023}", "2^{2^{9}}", "(2^{3})^{4}", "10^{10}", "100!", "x^{100}", "5!!"]
-)
-def test_usual_powers_and_factorials_are_not_too_large(content):
-    assert not reward.verifiers.math.too_large(content)
-
-
 REFERENCES = [  # from OlympiadBench and from collections of college mathematics
     r"\text{monotonically decreasing}", "y = C e^{x}", r"12 \mathrm{~cm}", r"(-\infty, 3) \cup (5, \infty)",
     r"5 \text{ apples}", "A, C", r"\text{No solution}", "x=1, y=2", r"\frac{1}{2} \text{ or } 3", "3:2",
