@@ -302,11 +302,11 @@ def test_two_stacks_never_share_a_folder(tmp_path):
 
 # ---- budgets: growth pays by deletion ----------------------------------------------------------------------
 BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
-    "KB": 13400,
+    "KB": 13260,
     "files": 618,
     "modules, the root": 17,
     "words of Markdown, docs": 24900,
-    "words of Markdown, docs/silent_faults.md": 2950,
+    "words of Markdown, docs/silent_faults.md": 2915,
     "words of Markdown, experiments": 13080,
     "words of Markdown, kernels": 635,
     "words of Markdown, tests": 890,
@@ -318,7 +318,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, extras": 1925,
     "lines of Python, kernels": 738,
     "lines of Python, runtime": 5040,
-    "lines of Python, tests": 29370,
+    "lines of Python, tests": 29650,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 11430,
     "lines of Python, verifiers": 3490,
