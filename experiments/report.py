@@ -8,18 +8,14 @@
     python experiments/report.py --fix        # rewrite the tables that differ
 
 --runs takes folders that experiments/run.py has filled (ROW/seed_S), record files, or several of both. A
-figure is a mean over the runs (seeds) of a row. Unfinished runs are skipped, with a message for each.
-
---metric NAME selects a metric of the evaluations, eval/SET/NAME. --metric train/NAME selects a metric of the
-training steps, as the mean over the latest ten steps. For example, train/score shows how fast runs improve
-that are evaluated only at their start and end.
+figure is a mean over the finished runs (seeds) of a row. --metric NAME selects a metric of the evaluations,
+eval/SET/NAME; --metric train/NAME one of the training steps, as the mean over the latest ten steps.
 
 COLUMNS. By default, `row` to `seconds`.
   row, n            Name of the row and number of its runs.
   metric            The metric at the last step; for evaluations, the mean over the held-out sets.
   interval          95 % t-interval over runs; with --block over the means of the blocks.
-  paired            Mean of row minus parent over the seeds (with --block: the blocks) that both have. Runs of
-                    one seed start with the same rollout, so the difference varies less than either metric.
+  paired            Mean of row minus parent over the seeds (with --block: the blocks) that both have.
   paired_interval   95 % t-interval of this mean; n/a for fewer than two pairs.
   paired_p          Two-sided t-test of the differences; n/a if all differences are equal.
   paired_p_holm     The same after Holm's correction over all rows of the table that have a paired p.
@@ -34,17 +30,11 @@ COLUMNS. By default, `row` to `seconds`.
   max:NAME          Largest value of a metric over all steps of all runs.
                     "0.015 (4 of 5)": one of five runs lacks the metric.
 
-BLOCKS. With --block N, N consecutive seeds (0 to N - 1, and so on) share something else that varies, for
-example a judge or a task instance, so their runs are not independent of each other. Intervals and paired
-tests then take the mean of each block as one value. Example: 20 seeds on ten task instances are --block 2,
-and the paired test has ten pairs.
+BLOCKS. With --block N, N consecutive seeds (0 to N - 1, ...) share a judge or a task instance. Intervals and
+paired tests then take the mean of each block as one value: 20 seeds with --block 2 are ten pairs.
 
-NOTE. A line below the table names the digest of its study's declaration, or says "Undeclared". It also names
-seeds without a run, rows without a seed in common with their parent, rows that start from other weights than
-their parent, compared rows that are no declared contrast, and a metric that is not the declared endpoint
-(experiments/notes.py). A new table of undeclared runs is refused.
-
-SENSITIVITY. --without-seeds 0 1 leaves these seeds out of all rows, and the note says so.
+NOTE. A line below the table names the digest of the declaration and everything that is not as declared
+(experiments/notes.py). A new table of undeclared runs is refused. --without-seeds 0 1 leaves seeds out.
 
 RECORDS. --export writes one JSON line per finished run, and --runs reads such a file. Metrics are rounded to
 seven digits, the precision of float32:
@@ -65,9 +55,8 @@ table. Paths in the comment are relative to the document.
   <!-- report: closed COMMIT -->                         A table as it was at a commit, which has its program
                                                          and its record.
   <!-- report: none, REASON -->                          A table that no record makes.
---check reads all *.md files that git tracks or would add. A study with a declared.json must have declared its
-runs before they were made (experiments/declaration.py), with the settings that its tuning chose
-(experiments/tuning.py). If a *.jsonl lies beside a document, each table of the document needs a comment.
+--check reads all *.md files that git tracks or would add, and the declarations of studies
+(declaration.py, tuning.py). If a *.jsonl lies beside a document, each table of the document needs a comment.
 Exit codes: 0 if every figure agrees, 1 if a figure differs, 2 for invalid options, 3 if every figure agrees
 in a shallow clone, which lacks the commits of runs: then declarations and small records are not checked.
 """

@@ -314,7 +314,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, the root": 3920,
     "lines of Python, data": 4570,
     "lines of Python, examples": 80,
-    "lines of Python, experiments": 9605,
+    "lines of Python, experiments": 9595,
     "lines of Python, extras": 1925,
     "lines of Python, kernels": 738,
     "lines of Python, runtime": 5040,
