@@ -308,6 +308,28 @@ def slow_moe(x, gate, gate_up_proj, down_proj, top_k: int, renormalise: bool, fo
     return torch.stack(rows) if rows else x * 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(37, 576), (20, 9, 64), (0, 64)])
+def test_the_norm_has_the_bits_of_torch_and_leaves_its_inputs_as_they_are(shape, dtype):
+    """Values of sizes 0 to 1000, and a row of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(2, *shape, generator=generator)
+    x = (x * torch.linspace(-2, 2, shape[-1]).pow(10)).to(dtype)
+    x[:1] = 0
+    grad = grad.to(dtype)
+    results = []
+    for norm in (moe_model.RMSNorm(shape[-1], eps=1e-6), torch.nn.RMSNorm(shape[-1], eps=1e-6)):
+        norm.weight.data = torch.linspace(0.5, 2, shape[-1])
+        norm.to(dtype)
+        leaf = x.clone().requires_grad_()
+        y = norm(leaf)
+        y.backward(grad.clone())
+        assert torch.equal(leaf, x)
+        results.append((y, leaf.grad, norm.weight.grad))
+    for actual, expected in zip(*results):
+        assert torch.equal(actual, expected)
+
+
 def test_the_gradient_of_taken_rows_goes_to_their_places():
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     for index in ([3, 1], [4, 2, 0, 3, 1], []):
