@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits [N, C] per block: fits a CPU cache; fills a GPU
+CACHED_ELEMENTS = 2**18  # logits that all passes of a CPU take in turn: 1 MiB
 MIN_COLUMNS = 128  # minimum width of a block, for any number of rows
 SPLITS = 8  # splits of the vocabulary in the Triton forward; programs of the same rows run side by side
 TILES = {  # {bytes per operand: rows, columns and depth of a tile, warps, pipeline stages}
@@ -236,19 +237,36 @@ def chunked_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tup
     target, m, s, a = torch.zeros(4, len(x_ND), dtype=dtype, device=x_ND.device)
     m.fill_(torch.finfo(dtype).min)
     for columns in column_blocks(x_ND, weight_VD):
-        z_NC = product(x_ND, weight_VD[columns].T).div_(temperature)
+        z_NC = logits(x_ND, weight_VD[columns], temperature)
         rows, places = targets_within(target_ids_N, columns)
         target[rows] = z_NC[rows, places]
-        new_m = torch.maximum(m, z_NC.amax(dim=1))
-        z_NC -= new_m.unsqueeze(1)
-        p_NC = z_NC.exp()
+        new_m = torch.empty_like(m)
+        block_s = torch.empty_like(s)
+        block_a = torch.empty_like(a)
+        for rows in cached_rows(z_NC):
+            z_RC = z_NC[rows]
+            new_m[rows] = torch.maximum(m[rows], z_RC.amax(dim=1))
+            p_RC = z_RC.sub_(new_m[rows, None]).exp()
+            block_s[rows] = p_RC.sum(dim=1)
+            block_a[rows] = p_RC.mul_(z_RC).sum(dim=1)
         shrink = (m - new_m).exp()
-        a = (a + s * (m - new_m)) * shrink
-        s = s * shrink + p_NC.sum(dim=1)
-        a += p_NC.mul_(z_NC).sum(dim=1)
+        a = (a + s * (m - new_m)) * shrink + block_a
+        s = s * shrink + block_s
         m = new_m
     log_s = s.log()
     return target, m, log_s, log_s - a / s
+
+
+def logits(x_ND, weight_CD, temperature: float) -> Tensor:
+    """Return the logits of a block of columns [N, C], divided by the temperature."""
+    z_NC = product(x_ND, weight_CD.T)
+    return z_NC if temperature == 1 else z_NC.div_(temperature)
+
+
+def cached_rows(z_NC: Tensor) -> list[slice]:
+    """Cut a block into rows that stay in the cache of a CPU's core over several passes; on GPUs all rows."""
+    height = len(z_NC) if z_NC.is_cuda else max(1, CACHED_ELEMENTS // z_NC.shape[1])
+    return [slice(start, start + height) for start in range(0, len(z_NC), height or 1)]
 
 
 def targets_within(target_ids_N: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -262,7 +280,7 @@ def chunked_grad_logits(
     x_ND, weight_VD, columns: slice, target_ids_N, m, log_s, entropy, grad_logprob, grad_entropy, temperature
 ) -> Tensor:
     """Return dz / temperature of a block of columns [N, C], in the dtype of x."""
-    logp_NC = product(x_ND, weight_VD[columns].T).div_(temperature).sub_(m[:, None]).sub_(log_s[:, None])
+    logp_NC = logits(x_ND, weight_VD[columns], temperature).sub_(m[:, None]).sub_(log_s[:, None])
     if grad_entropy is None:
         dz_NC = logp_NC.exp_().mul_((grad_logprob / -temperature)[:, None])
     else:
