@@ -78,9 +78,7 @@ def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, o
 
     D hidden size, Q heads x head size of queries, V the same of keys or values, K experts per token, I expert
     width, E experts, s itemsize, a 4 on CPUs and s on GPUs:
-        norms      GPU: inputs and outputs of the two norms, 4 D s, and queries and keys, (Q + V) s.
-                   CPU: inputs and normalised values in float32, 16 D, and outputs, 2 D s; queries and keys
-                   8 (Q + V)
+        norms      inputs and outputs of the two norms, 4 D s, and queries and keys, (Q + V) s
         attention  padded queries, keys, values and outputs, (2 Q + 2 V) a; outputs without padding, Q s;
                    log-sums
         MLP        gate, up, SiLU and product, 4 I s
@@ -92,10 +90,7 @@ def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, o
     kv_heads = config.num_key_value_heads
     queries = heads * head_dim(config)
     keys = kv_heads * head_dim(config)
-    if on_gpu:
-        norms = (4 * hidden + queries + keys) * itemsize
-    else:
-        norms = 16 * hidden + 2 * hidden * itemsize + 8 * (queries + keys)
+    norms = (4 * hidden + queries + keys) * itemsize
     norms += 4 * (2 + heads + kv_heads)  # scales of the norms, one float32 per normalised vector
     attention = grid_bytes_per_token(config, itemsize, on_gpu) + queries * itemsize
     if not is_moe_layer(config, layer):
@@ -138,7 +133,7 @@ def activation_bytes(
     }
     bytes_of_layers = [bytes_by_kind[kind] for kind in has_experts]
     per_grid_place = grid_bytes_per_token(config, itemsize, on_gpu)
-    final_norm = hidden * (2 * itemsize if on_gpu else 8 + itemsize)
+    final_norm = 2 * hidden * itemsize
     if settings.activation_checkpointing:
         kept = (tokens - num_shared) * (num_layers * hidden * itemsize + final_norm)
         largest = max(bytes_of_layers)

@@ -675,7 +675,7 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed on CPUs by NormRows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.is_cuda else NormRows.apply(x, self.weight, self.eps)
+        return super().forward(x) if x.is_cuda else NormRows.apply(x, x, self.weight, self.eps)
 
 
 class NormRows(torch.autograd.Function):
@@ -685,10 +685,12 @@ class NormRows(torch.autograd.Function):
     nearly every one. With r = 1 / sqrt(mean(x^2) + eps), g the gradient of the result times the weight, and
     D values per row:
         dx = g r - x r^3 <g, x> / D        dweight = sum over rows of (gradient of the result) x r
+    The two summands of dx go to x and to the same x as `square`: autograd adds those of a float32 or float64
+    tensor one after the other to the gradient of the residual stream, as torch's operators have it.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, square: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         r = (wide * wide).mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
@@ -701,12 +703,16 @@ class NormRows(torch.autograd.Function):
         wide = x.to(r.dtype)
         grad = grad.to(r.dtype)
         dweight = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             dweight = (wide * r).mul_(grad).sum_to_size(weight.shape).to(weight.dtype)
         grad = grad * weight
         dr = (grad * wide).sum(dim=-1, keepdim=True)
         dmean = -0.5 * dr * r.pow(3) / x.shape[-1]  # gradient of each x^2
-        return (wide * 2).mul_(dmean).add_(grad.mul_(r)).to(x.dtype), dweight, None
+        dsquare = (wide * 2).mul_(dmean)
+        dx = grad.mul_(r)
+        if x.dtype == r.dtype:
+            return dx, dsquare, dweight, None
+        return dx.add_(dsquare).to(x.dtype), None, dweight, None
 
 
 class DenseMLP(nn.Module):

@@ -316,11 +316,11 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, examples": 80,
     "lines of Python, experiments": 9595,
     "lines of Python, extras": 1925,
-    "lines of Python, kernels": 738,
+    "lines of Python, kernels": 753,
     "lines of Python, runtime": 5040,
     "lines of Python, tests": 29650,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 11430,
+    "lines of Python, the root": 11455,
     "lines of Python, verifiers": 3490,
 }
 
