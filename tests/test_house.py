@@ -311,7 +311,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, kernels": 635,
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
-    "words of Markdown, the root": 3920,
+    "words of Markdown, the root": 3915,
     "lines of Python, data": 4570,
     "lines of Python, examples": 80,
     "lines of Python, experiments": 9595,
