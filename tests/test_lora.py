@@ -234,6 +234,7 @@ def test_frozen_weights_take_no_gradients_and_no_optimizer_states(zero_stage):
     assert task.parts["weights"] == full["weights"] + 2 * held
     assert task.parts["master weights"] == 4 * ((num_experts + num_attention) // 2)
     assert task.parts["AdamW"] == 2 * task.parts["master weights"]
+    assert lifecycle.checkpoint_bytes(task.trained, "bfloat16") == (2 + 4 + 8) * (num_experts + num_attention)
     summed = {1: 4 * held, 2: task.parts["master weights"]}[zero_stage]
     assert task.parts["gradients"] + task.parts["gradients in an update"] == summed
     assert task.parts["reference"] == 0 and task.parts["activations"] == full["activations"]
