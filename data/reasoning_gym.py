@@ -12,7 +12,8 @@ one item. Here all rows of a task come from one stream, whose start is a hash of
 prompt occurs once in both files together; repeated prompts are dropped and counted.
 
 Many tasks have a frequent answer, which reinforcement learning finds before anything else. The command tries
-the most frequent answers as constants, by the verifier, and warns above 15 % of the rows.
+the most frequent answers as constants, by the verifier, and warns above 15 % of the rows; --balance leaves
+rows with a frequent answer out.
 """
 
 import argparse
@@ -44,6 +45,7 @@ class Part:
     level: int | None
     rows: list[dict] = field(default_factory=list)
     num_repeated: int = 0
+    num_frequent: int = 0  # rows left out by --balance
     failures: Counter = field(default_factory=Counter)  # {reason: items}
 
     @property
@@ -82,12 +84,18 @@ def config_of(task: str, level: int | None) -> dict:
     return {name: value for name, value in asdict(config).items() if value != default[name]}
 
 
-def make_part(task: str, level: int | None, num: int, seed: int, prompts: set[str]) -> Part:
-    """Return `num` rows of a task, fewer if its prompts repeat. prompts: earlier ones, receives the new."""
+def make_part(
+    task: str, level: int | None, num: int, seed: int, prompts: set[str], most: float = 1.0
+) -> Part:
+    """Return `num` rows of a task, fewer if its prompts repeat. prompts: earlier ones, receives the new.
+
+    most: share of the rows that may have the same reference answer.
+    """
     part = Part(task, level)
     config = config_of(task, level)
     make, settings = reasoning_gym.load().factory.DATASETS[task]
     num_draws = DRAWS_PER_ROW * num
+    num_of_answer: Counter = Counter()
     num_late = 0
     first = seed_of(seed, "reasoning_gym", task, str(level)) % (2**31)
     try:
@@ -104,6 +112,10 @@ def make_part(task: str, level: int | None, num: int, seed: int, prompts: set[st
                     part.num_repeated += 1
                     continue
                 check_reference(row["answer"])
+                reference = reasoning_gym.reference_of(row["answer"])
+                if num_of_answer[reference] >= max(1, most * num):
+                    part.num_frequent += 1
+                    continue
         except Exception as error:  # of any type, from the code of 100 tasks
             part.failures[f"{type(error).__name__}: {error}"[:120]] += 1
             num_late += isinstance(error, TimeoutError)
@@ -112,6 +124,7 @@ def make_part(task: str, level: int | None, num: int, seed: int, prompts: set[st
             continue
         prompts.add(row["prompt"])
         part.rows.append(row)
+        num_of_answer[reference] += 1
     return part
 
 
@@ -164,7 +177,8 @@ def describe(part: Part, num: int) -> list[str]:
     if not part.rows:
         return [f"warning: {part.name}: no row ({dict(part.failures)})"]
     constant, share, mean = best_constant(part.rows)
-    line = f"{part.name}: {len(part.rows)} rows, {part.num_repeated} repeated prompts dropped; "
+    line = f"{part.name}: {len(part.rows)} rows, {part.num_repeated} repeated prompts dropped"
+    line += f", {part.num_frequent} by --balance; " if part.num_frequent else "; "
     line += f"constant answer {constant[:40]!r}: right in {share:.2f}, mean score {mean:.2f}"
     lines = [line]
     if share > MAX_CONSTANT_FRAC:
@@ -190,7 +204,9 @@ def pairs_of(tasks: list[str], levels: list[int | None]) -> list[tuple[str, int 
     return list(dict.fromkeys(pairs))
 
 
-def make_sets(tasks: list[str], levels: list[int | None], num_train: int, num_test: int, seed: int) -> tuple:
+def make_sets(
+    tasks: list[str], levels: list[int | None], num_train: int, num_test: int, seed: int, most: float = 1.0
+) -> tuple:
     """Return training rows, held-out rows and the lines to print; ValueError names a task or level."""
     pairs = pairs_of(tasks, levels)
     for task, level in pairs:
@@ -204,7 +220,7 @@ def make_sets(tasks: list[str], levels: list[int | None], num_train: int, num_te
     lines = []
     for number, (task, level) in enumerate(pairs):
         num = sum(total // len(pairs) + (number < total % len(pairs)) for total in (num_train, num_test))
-        parts.append(make_part(task, level, num, seed, prompts))
+        parts.append(make_part(task, level, num, seed, prompts, most))
         lines += describe(parts[-1], num)
     train, test = split_parts(parts, num_train, num_test)
     if not train or not test:
@@ -237,6 +253,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--rows", type=int, default=1000, help="training rows, over all tasks (default: %(default)s)")
     add("--test", type=int, help="held-out rows, over all tasks (default: a fifth of --rows)")
     add("--seed", type=int, default=0, help="seed of all draws (default: %(default)s)")
+    add("--balance", type=float, default=1.0, metavar="SHARE",
+        help="most rows of a task and level with the same answer, as a share, for example 0.1")  # fmt: skip
     add("--output", type=Path, default=Path("data/built/reasoning_gym"), help="folder (default: %(default)s)")
     add("--list", action="store_true", help="list the tasks and their levels, and end")
     args = parser.parse_args(argv)
@@ -246,7 +264,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         num_parts = len(pairs_of(args.tasks, args.difficulty))
         num_test = max(num_parts, args.rows // 5) if args.test is None else args.test
-        train, test, lines = make_sets(args.tasks, args.difficulty, args.rows, num_test, args.seed)
+        nums = (args.rows, num_test)
+        train, test, lines = make_sets(args.tasks, args.difficulty, *nums, args.seed, args.balance)
     except (ImportError, ValueError) as error:
         parser.error(str(error))
     print("\n".join(lines))

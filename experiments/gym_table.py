@@ -91,21 +91,19 @@ def record_of(run_dir: Path) -> dict:
 
 
 def table_lines(record: dict[str, dict]) -> list[str]:
-    """Return the table of the tasks with a right sample; a last line counts the others."""
+    """Return the table of the tasks with a right sample; the last row is the mean of the others."""
     solved = {task: row for task, row in record.items() if row["pass_at_1"] > 0}
     rows = [
         [f"`{task}`", *(f"{row[name]:.2f}" for name in ("pass_at_1", "constant_frac")),
          f"{row['without_variance_frac']:.2f}", f"{row['tokens']:.1f}"]
         for task, row in sorted(solved.items(), key=lambda item: -item[1]["pass_at_1"])
     ]  # fmt: skip
+    others = [row for row in record.values() if row["pass_at_1"] == 0]
+    if others:
+        means = [sum(row[n] for row in others) / len(others) for n in ("without_variance_frac", "tokens")]
+        rows.append([f"{len(others)} others", "0.00", "", f"{means[0]:.2f}", f"{means[1]:.1f}"])
     heads = ["task at its lowest level", "pass@1", "best constant", "groups without variance", "tokens"]
-    others = [row["without_variance_frac"] for row in record.values() if row["pass_at_1"] == 0]
-    mean = sum(others) / max(1, len(others))
-    return [
-        *markdown(heads, rows),
-        "",
-        f"{len(others)} other tasks: pass@1 0, groups without variance {mean:.2f}.",
-    ]
+    return markdown(heads, rows)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -51,12 +51,12 @@ DENSE = smollm2.FOLDER / "dense"
 MOE = smollm2.FOLDER / "moe"
 PROMPTS = Path("data/built/instructions")
 TASKS = Path("data/built/tasks")
-# No constant answer solves more than 0.1 of a task: data.reasoning_gym prints the shares.
+# At the start pass@1 is 0.01 to 0.4 by level, and two thirds of the groups have no variance.
 TASK_NAMES = (
-    "chain_sum:0", "chain_sum:1", "basic_arithmetic:0", "basic_arithmetic:1", "count_primes:0",
-    "simple_equations:0", "lcm", "gsm_symbolic",
+    "chain_sum:0", "chain_sum:1", "basic_arithmetic:0", "products:0", "products:1", "number_sequence:0",
+    "number_sequence:1", "leg_counting:1",
 )  # fmt: skip
-TASK_ROWS = ("--rows", 960, "--test", 320)
+TASK_ROWS = ("--rows", 960, "--test", 320, "--balance", 0.08)
 MINUTES = {"tasks": 25, "instructions": 40}
 CONFIG = "experiments/environments/real_{}.yaml"
 NUM_RANKS = 2
@@ -151,7 +151,7 @@ def evaluate(model: Path, run_dir: Path, when: str) -> None:
         "reward.binary": config["reward"]["binary"],
     }  # fmt: skip
     complete(
-        model, run_dir / f"{when}_completions.jsonl", "--data", data["eval"][0]["path"], "--chat",
+        model, run_dir / f"{when}_completions.jsonl", "--data", json.dumps(data["eval"][0]), "--chat",
         data["chat"], "--samples", config["eval"]["num_samples"], "--temperature", rollout["temperature"],
         "--max-new-tokens", rollout["max_new_tokens"],
         *(f"{name}={json.dumps(value)}" for name, value in settings.items()),

@@ -43,7 +43,7 @@ def test_an_evaluation_takes_the_settings_of_its_run(chat, tmp_path, monkeypatch
     real.evaluate(tmp_path / "model", tmp_path, "after")
     expected = {
         "--max-new-tokens": 77, "--dtype": "float32", "--kv-cache-gib": 0.5, "--samples": 4,
-        "--temperature": 0.7, "--data": "held_out.jsonl",
+        "--temperature": 0.7, "--data": '{"path": "held_out.jsonl"}',
         "--completions": tmp_path / "after_completions.jsonl",
     }  # fmt: skip
     assert {option: commands[-1][commands[-1].index(option) + 1] for option in expected} == expected

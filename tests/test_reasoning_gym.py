@@ -161,6 +161,9 @@ def test_constants_repeats_and_failures_are_reported(monkeypatch, capsys, tmp_pa
     few = command.make_part("chain_sum", 0, 250, 0, set())  # 2 terms of one digit: 200 prompts
     assert few.num_repeated > 100 and len(few.rows) <= 200
     assert "different prompts" in " ".join(command.describe(few, 250))
+    even = command.make_part("products", 0, 40, 0, set(), most=0.1)  # one digit: a fifth of the answers are 0
+    assert sum(reasoning_gym.reference_of(row["answer"]) == "0" for row in even.rows) == 4
+    assert even.num_frequent and "by --balance" in command.describe(even, 40)[0]
     monkeypatch.setattr(command, "MAX_ITEM_S", 0.2)
     make = reasoning_gym.load().factory.DATASETS["gcd"][0]
     item = make.__getitem__
