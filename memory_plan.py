@@ -9,8 +9,7 @@
 
 The estimate needs config.json and the settings only, so experiments/plan.py makes it on any machine, for
 example for 128 GPUs on a laptop. runtime/memory.py adds the parts up to phases (rollout, update, optimizer
-step, sync). tests/test_plan.py compares the formulas with the tensors that torch really saves, and
-experiments/bench/memory.py compares the sums with the resident memory of updates on CPUs.
+step, sync). tests/test_plan.py compares the formulas with the tensors that torch really saves.
 """
 
 import itertools

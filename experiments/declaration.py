@@ -13,6 +13,7 @@ study
         that does not descend from the declared `commit`,
     with a run whose settings differ from the present YAML file of its row; checkpoints, the settings of
         tuning.json and the number of the task instance may differ,
+    with a run that reads files of another task instance than its seed's, if `instances` declares them,
     with a run of a commit that lacks the YAML file of a row, or at which this file, its bases, or the code
         that its settings name (a reward, a tool, a plug-in) is not as it was when the study was declared.
 
@@ -195,6 +196,19 @@ def setting_problems(study: Path, declared: dict, records: list[dict], settings_
     return [f"{text}; seeds {', '.join(map(str, seeds))}" for text, seeds in seeds_by_text.items()]
 
 
+def instance_problems(records: list[dict], instances: dict | None) -> list[str]:
+    """Name the runs that do not read the task instance of their seed, and no other."""
+    problems = []
+    for record in records if instances else ():
+        folders = rf"(?:data/built|experiments/starts)/{instances['recipe']}(?:_(\d+))?/"
+        numbers = {int(each or 0) for each in re.findall(folders, json.dumps(record.get("settings", {})))}
+        expected = record["seed"] // instances["seeds_each"]
+        if numbers != {expected}:
+            run = f"row {record['row']}, seed {record['seed']}"
+            problems.append(f"{run}: reads the task instances {sorted(numbers)}, its seed has {expected}")
+    return problems
+
+
 def yaml_files(rows: list[Path]) -> set[Path]:
     """Return the YAML files of rows and all their bases."""
     files: set[Path] = set()
@@ -266,6 +280,9 @@ def problems_of(file: Path, records: list[dict]) -> list[str]:
     problems += [f"row {row}, seed {seed} is not declared" for row, seed in sorted(found - expected)]
     settings_by_row = settings_of_rows(study.resolve(), declared)
     problems += setting_problems(study, declared, records, settings_by_row)
+    problems += instance_problems(records, declared.get("instances"))
+    if isinstance(declared.get("tuning"), dict) and records and not file.with_name("tuning.json").is_file():
+        problems.append("runs without tuning.json: commit the choice, then test")
     files = yaml_files([study / f"{row}.yaml" for row in declared["rows"]])
     files = files.union(*map(code_files, settings_by_row.values()))
     for commit in sorted({record["commit"] for record in records if record.get("commit")}):

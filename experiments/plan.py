@@ -21,7 +21,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -208,9 +207,9 @@ class Task:
         return replace(self, config=config, num_gpus=change.get("gpus", self.num_gpus))
 
     def setting(self, name: str) -> object:
-        """Return the value of a setting, for example of rollout.sleep_level."""
-        section, key = name.split(".")
-        return getattr(getattr(self.config, section), key)
+        """Return the value of a setting, for example of rollout.sleep_level, or the number of `gpus`."""
+        section, _, key = name.partition(".")
+        return getattr(getattr(self.config, section), key) if key else self.num_gpus
 
     @functools.cached_property
     def counts(self) -> moe_model.ParameterCounts:
@@ -606,14 +605,6 @@ def step_seconds(task: Task) -> float:
 # ------------------------------------------------------------------------------------------------------------
 # The plan, and advice
 # ------------------------------------------------------------------------------------------------------------
-def sleep_needed(task: Task) -> str:
-    """Tell whether the engine has to sleep during updates, and if so, whether that suffices."""
-    if why_not(task.with_settings({"rollout.sleep_level": 0})) is None:
-        return "no"
-    fits_asleep = why_not(task.with_settings({"rollout.sleep_level": 2})) is None
-    return "rollout.sleep_level=2" if fits_asleep else "does not suffice"
-
-
 def in_gib(parts: dict[str, int]) -> dict[str, float]:
     """Return bytes as GiB with two decimals."""
     return {name: round(value / GIB, 2) for name, value in parts.items()}
@@ -629,7 +620,6 @@ def plan_run(task: Task) -> dict:
         "fits": reason is None,
         "why_not": reason,
         "advice": [] if reason is None else advice(task),
-        "sleep": sleep_needed(task),
         "memory_gib": in_gib(task.parts),
         "phases_gib": in_gib(task.phases),
         "margin_gib": round(task.margin / GIB, 2),
@@ -647,42 +637,6 @@ def plan_run(task: Task) -> dict:
         "machine": asdict(task.machine),
         "mean_tokens": {"prompt": task.prompt_tokens, "completion": task.new_tokens},
     }
-
-
-def single_changes(task: Task) -> Iterator[dict]:
-    """Yield changes of one setting that save memory or resolve a contradiction."""
-    config = task.config
-    savings = {
-        "rollout.kv_cache_gib": None,
-        "rollout.sleep_level": 2,
-        "model.activation_checkpointing": True,
-    }
-    yield from ({name: value} for name, value in savings.items() if task.setting(name) != value)
-    largest = min(task.num_gpus, task.machine.gpus_per_node)
-    parallel = config.rollout.tensor_parallel
-    yield from ({"rollout.tensor_parallel": size} for size in powers(largest) if size != parallel)
-    ep_sizes = powers(task.num_gpus) if task.counts.experts else [1]
-    yield from ({"model.ep_size": size} for size in ep_sizes if size != config.model.ep_size)
-    for tokens in (16384, 8192, 4096):
-        if tokens < task.tokens_per_forward:
-            yield {"train.micro_batch_tokens": tokens}
-    if config.train.zero_stage == 1:
-        yield {"train.zero_stage": 2}
-    if not config.train.offload_optimizer:
-        offloaded = {"train.zero_stage": 2, "train.offload_optimizer": True}
-        yield {name: value for name, value in offloaded.items() if task.setting(name) != value}
-    quantised = config.rollout.model_copy(update={"fp8": "on"})
-    if config.rollout.fp8 != "on" and fp8_refusal(quantised, device=task.machine.device) is None:
-        yield {"rollout.fp8": "on"}
-    yield from dealt_prompts(task)
-
-
-def dealt_prompts(task: Task) -> Iterator[dict]:
-    """Yield the next larger prompts_per_step that divides evenly over GPUs and updates, if there is need."""
-    prompts = task.config.rollout.prompts_per_step
-    unit = task.num_gpus * task.config.train.minibatches_per_step
-    if remainder := prompts % unit:
-        yield {"rollout.prompts_per_step": prompts - remainder + unit}
 
 
 def powers(most: int) -> list[int]:
@@ -703,41 +657,18 @@ def as_settings(change: dict) -> str:
 
 
 def advice(task: Task, most: int = 3) -> list[str]:
-    """List changes that make the run fit: the fewest settings first, then the fastest; else more GPUs.
-
-    Each line changes another set of settings, to their fastest values. If one setting is enough, all such
-    settings are listed, otherwise `most` lines.
-    """
-    singles = list(single_changes(task))
-    for num_changes in (1, 2, 3):
-        best = {}  # {names of the settings: (seconds, change as text)}
-        for changes in itertools.combinations(singles, num_changes):
-            merged = {name: value for change in changes for name, value in change.items()}
-            changed_task = task.with_settings(merged)
-            has_conflict = len(merged) < sum(map(len, changes))
-            if not has_conflict and why_not(changed_task) is None:
-                names = frozenset(merged)
-                candidate = (step_seconds(changed_task), as_settings(merged))
-                best[names] = min(best.get(names, (math.inf, "")), candidate)
-        if best:
-            limit = len(singles) if num_changes == 1 else most
-            return [text for _, text in sorted(best.values())[:limit]]
-    return more_gpus(task) or ["a larger GPU, a shorter rollout.max_new_tokens or a smaller model"]
-
-
-def more_gpus(task: Task) -> list[str]:
-    """Return the fastest settings on the smallest number of GPUs that fits: 2, 4, 8 ... times as many."""
-    for num_gpus in (task.num_gpus * 2**i for i in range(1, 8)):
-        larger = task.with_settings({"gpus": num_gpus, "rollout.kv_cache_gib": None})
-        for prompts in dealt_prompts(larger):
-            larger = larger.with_settings(prompts)
-        if proposals := search(larger, most=1):
-            proposal, changed_task = proposals[0]
-            names = ("rollout.kv_cache_gib", "rollout.prompts_per_step", *proposal)
-            change = {name: changed_task.setting(name) for name in names}
-            change = {name: value for name, value in change.items() if task.setting(name) != value}
-            return [as_settings({"gpus": num_gpus} | change)]
-    return []
+    """List the fastest settings that fit, beside those of the run; with more GPUs if these are too few."""
+    for num_gpus in (task.num_gpus * 2**i for i in range(8)):
+        unit = num_gpus * task.config.train.minibatches_per_step
+        prompts = math.ceil(task.config.rollout.prompts_per_step / unit) * unit
+        dealt = {"gpus": num_gpus, "rollout.kv_cache_gib": None, "rollout.prompts_per_step": prompts}
+        lines = []
+        for change, _ in search(task.with_settings(dealt), most):
+            change = {name: value for name, value in (dealt | change).items() if task.setting(name) != value}
+            lines.append(as_settings(change))
+        if lines:
+            return lines
+    return ["a larger GPU, a shorter rollout.max_new_tokens or a smaller model"]
 
 
 OPTIMIZERS = [  # places of gradients and optimizer states, fastest first
@@ -801,7 +732,6 @@ def describe(plan: dict, contradicts: bool = False) -> str:
         f"works on {plan['completions_at_once']} completions at once, and its KV cache holds "
         f"{plan['kv_cache_tokens']:,} tokens",
         f"a checkpoint has {plan['checkpoint_gb']:,} GB",
-        f"sleep needed during updates: {plan['sleep']}",
         f"it fits, and {plan['margin_gib']} GiB or more of a GPU stay free in every phase",
     ])  # fmt: skip
 

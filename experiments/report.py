@@ -55,8 +55,8 @@ table. Paths in the comment are relative to the document.
   <!-- report: closed COMMIT -->                         A table as it was at a commit, which has its program
                                                          and its record.
   <!-- report: none, REASON -->                          A table that no record makes.
---check reads all *.md files that git tracks or would add, and the declarations of studies
-(declaration.py, tuning.py). If a *.jsonl lies beside a document, each table of the document needs a comment.
+--check reads all *.md files that git tracks or would add, and the declarations of studies (declaration.py). If
+a *.jsonl lies beside a document, each table of the document needs a comment.
 Exit codes: 0 if every figure agrees, 1 if a figure differs, 2 for invalid options, 3 if every figure agrees
 in a shallow clone, which lacks the commits of runs: then declarations and small records are not checked.
 """
@@ -88,7 +88,6 @@ from experiments.history import content_at, is_complete
 from experiments.notes import Shown, notes_of
 from experiments.records import check_records, index_of
 from experiments.starts import all_problems
-from experiments.tuning import check_tuning
 from runtime.config import flat_settings, with_paths
 from runtime.old_settings import present_settings
 from settings import Config
@@ -912,7 +911,7 @@ def check_documents(root: Path, fix: bool) -> int:
     problems = [
         f"{folder}/declared.json: {text}"
         for folder in folders
-        for text in (*check_study(folder), *check_tuning(folder), *check_records(folder))
+        for text in (*check_study(folder), *check_records(folder))
     ]
     problems += all_problems(root / "experiments" / "starts")
     for name in documents:

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from experiments import declaration, tuning
+from experiments import declaration
 from experiments.notes import Shown, notes_of, ranges
 
 DECLARED = {
@@ -147,72 +147,28 @@ def test_contrasts_without_names_are_refused_before_the_first_run_and_valid_afte
     assert declaration.contrasts_of({"contrasts": pairs})[0] == tuple(pairs[0])
 
 
-# ---- tuning, choice and test -------------------------------------------------------------------------------
-def test_a_candidate_with_a_space_is_refused():
-    clips = {"on": ["algorithm.clip_mode=none algorithm.clip_cap=3", "algorithm.gain_args={tau: 1}"]}
-    with pytest.raises(ValueError, match="'1}'.*algorithm.gain_args.NAME"):
-        tuning.candidates({"rates": [0.5], "clips": clips}, "on")
-
-
-TUNED = DECLARED | {
-    "instances": {"recipe": "chains", "seeds_each": 1},
-    "tuning": {"seeds": [9], "metric": "accuracy", "rates": [0.25, 5e-05]},
-}
-
-
-@pytest.fixture
-def tuned(study):
-    """A study with a committed declaration, tuning runs and choice: off takes 0.25 and on takes 5e-5."""
+def test_a_test_run_has_the_instance_of_its_seed_and_the_tuned_settings(study):
     folder, _, _ = study
-    (folder / "declared.json").write_text(json.dumps(TUNED))
-    versions = {"commit": commit_all(folder), "dirty": False}
-    values = {("off", 0.25): 0.75, ("off", 5e-05): 0.5, ("on", 0.25): 0.5, ("on", 5e-05): 0.75}
-    runs = [
-        {"row": row, "settings": f"train.learning_rate={rate}", "seed": 9, "value": value, "error": False,
-         "versions": versions} for (row, rate), value in values.items()
-    ]  # fmt: skip
-    (folder / "tuning_runs.json").write_text(json.dumps(runs))
-    choice = tuning.choice_of(TUNED, tuning.recorded_tuning(folder))
-    (folder / "tuning.json").write_text(json.dumps(choice))
-    return folder, commit_all(folder)
+    declared = DECLARED | {"instances": {"recipe": "chains", "seeds_each": 1}, "tuning": {"rates": [1, 2]}}
+    (folder / "declared.json").write_text(json.dumps(declared))
+    (folder / "tuning.json").write_text("[]")
+    commit = commit_all(folder)
 
+    def found(seed: int, **settings) -> list[str]:
+        settings = {"model.path": f"data/built/chains{f'_{seed}' if seed else ''}/model"} | settings
+        return problems(folder, commit=commit, seed=seed, settings=settings)
 
-def tuning_problems(folder, commit: str, seed: int, **settings) -> list[str]:
-    model = f"data/built/chains{f'_{seed}' if seed else ''}/model"
-    settings = {"model.path": model, "train.learning_rate": 5e-05} | settings
-    assert problems(folder, commit=commit, seed=seed, settings=settings) == []
-    return tuning.check_tuning(folder)
-
-
-def test_a_test_run_has_the_instance_of_its_seed(tuned):
-    for seed in (0, 1):
-        assert tuning_problems(*tuned, seed) == []
+    assert found(0) == found(1) == []
     for changes, keyword in (
         ({"model.path": "data/built/chains/model"}, "[0]"),
         ({"data.train": [{"path": "data/built/chains_2/train.jsonl"}]}, "[1, 2]"),
     ):
-        (problem,) = tuning_problems(*tuned, 1, **changes)
+        (problem,) = found(1, **changes)
         assert "row on, seed 1" in problem and keyword in problem
-
-
-def test_the_choice_is_that_of_the_recorded_tuning_runs(tuned):
-    folder, commit = tuned
-    file = folder / "tuning_runs.json"
-    runs = json.loads(file.read_text())
-    for index, changes, keyword in (
-        (0, {"value": 0.25}, "tuning.json is not the choice"),
-        (0, {"seed": 8}, "unfinished"),
-        (1, {"versions": {"commit": commit, "dirty": True}}, "uncommitted"),
-        (1, {"versions": {"commit": "0" * 40, "dirty": False}}, "unknown"),
-        (1, {"versions": {}}, "no commit"),
-    ):
-        changed = [run | changes if i == index else run for i, run in enumerate(runs)]
-        file.write_text(json.dumps(changed))
-        (problem,) = tuning_problems(folder, commit, 0)
-        assert keyword in problem
-    file.write_text(json.dumps(runs))
+    (folder / "tuning.json").write_text("[{}]")
+    assert "another tuning.json" in found(0)[0]
     (folder / "tuning.json").unlink()
-    assert "without tuning.json" in tuning_problems(folder, commit, 0)[0]
+    assert found(0) == ["runs without tuning.json: commit the choice, then test"]
 
 
 # ---- the note below a table --------------------------------------------------------------------------------

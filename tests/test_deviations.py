@@ -85,7 +85,7 @@ def admit(study: Path, *names: str, reason: str = "the pool is small") -> None:
     ],
 )
 def test_a_run_has_the_settings_of_its_row(changes, is_refused, study):
-    """The task instance may differ, because tuning.py checks its number, and so may checkpoints."""
+    """The task instance may differ, because another check has its number, and so may checkpoints."""
     texts = problems(study, **changes)
     assert len(texts) == is_refused
     for text in texts:

@@ -308,7 +308,7 @@ from experiments.bench import gpu  # the runner itself
 from experiments.bench.gpu_kernels import Report, update
 report = Report(Path(sys.argv[1]), "update", dry=True)
 update(report)
-print(report.figures["R3 / live routes"])
+print(len(report.figures))
 """
 
 
@@ -316,7 +316,7 @@ print(report.figures["R3 / live routes"])
 def test_pieces_of_kernels_need_torch_and_triton_alone(tmp_path):
     command = [sys.executable, "-c", WITHOUT_LIBRARIES, tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(120))
-    assert done.returncode == 0 and 0.1 < float(done.stdout) < 10, done.stderr
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 @pytest.mark.slow

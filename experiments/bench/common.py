@@ -7,11 +7,9 @@ import argparse
 import importlib.util
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,35 +62,12 @@ def model_folder(recipe: str) -> Path:
     return folder
 
 
-def endless_model(folder: Path, model: Path = TINY) -> Path:
-    """Copy one of data.tiny's models to a folder, with an end-of-sequence token that is rarely sampled."""
-    shutil.copytree(model, folder)
-    for name, key, value in (
-        ("config.json", "eos_token_id", 2),
-        ("tokenizer_config.json", "eos_token", "<unk>"),
-    ):
-        settings = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(settings | {key: value}))
-    return folder
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Ranks
 # ------------------------------------------------------------------------------------------------------------
 def torchrun(num_ranks: int) -> list[str]:
     """Return the start of a command that launches a script, or -m and a module, on local ranks."""
     return [sys.executable, "-m", "runtime.torchrun", f"--nproc-per-node={num_ranks}"]
-
-
-def run_ranks(module: str, num_ranks: int, argv: list[str]):
-    """Launch a benchmark's module on ranks with --result FILE added; return the JSON that rank 0 writes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "result.json"
-        command = [*torchrun(num_ranks), "-m", module, *argv, "--result", str(result)]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        if done.returncode:
-            sys.exit("the benchmark failed; the error of the rank is printed above")
-        return json.loads(result.read_text())
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from runtime.provenance import commit_of, cpu_model
 ENGINE = gpu_engine.PIECES | gpu_runs.PIECES
 MODES = {
     "visit": {
-        name: (ENGINE | gpu_kernels.VISIT)[name]
+        name: (ENGINE | gpu_kernels.PIECES)[name]
         for name in ("ready", "fp8", "moe_fp8", "update", "real", "experts", "bf16", "trl")
     },
     "kernels": gpu_kernels.PIECES,
