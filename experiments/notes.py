@@ -24,7 +24,6 @@ class Shown:
     metric: str = ""  # --metric; "": the table of a module, which computes figures of its own
     compared: set[tuple[str, str]] = field(default_factory=set)  # (row, parent) of the shown differences
     corrected: set[tuple[str, str]] = field(default_factory=set)  # (row, parent) under one Holm correction
-    left_out: set[int] = field(default_factory=set)  # seeds whose runs the table leaves out on request
 
 
 def seeds_of(records: list[dict]) -> set[int]:
@@ -72,13 +71,11 @@ def declaration_notes(rows: Records, studies: dict[str, set[Path]], declared: di
     return notes + ([f"Undeclared{names}."] if undeclared else [])
 
 
-def seed_notes(
-    rows: Records, parents: dict[str, str], declared: dict[str, dict], left_out: set[int]
-) -> list[str]:
-    """Name the seeds left out, and the seeds that a row lacks: of its declaration, else of any row."""
+def seed_notes(rows: Records, parents: dict[str, str], declared: dict[str, dict]) -> list[str]:
+    """Name the seeds that a row lacks: of its declaration, else of any row."""
     of_table = {seed for records in rows.values() for seed in seeds_of(records)}
     missing = {
-        row: set(declared[row]["seeds"] if row in declared else of_table) - seeds_of(records) - left_out
+        row: set(declared[row]["seeds"] if row in declared else of_table) - seeds_of(records)
         for row, records in rows.items()
     }
     by_seeds: dict[str, list[str]] = {}
@@ -86,8 +83,7 @@ def seed_notes(
         if seeds:
             by_seeds.setdefault(ranges(seeds), []).append(row)
     texts = [f"{seeds} of {', '.join(names)}" for seeds, names in by_seeds.items()]
-    notes = [f"Seeds left out: {ranges(left_out)}."] if left_out else []
-    notes += [f"Seeds without a run: {'; '.join(texts)}."] if texts else []
+    notes = [f"Seeds without a run: {'; '.join(texts)}."] if texts else []
     apart = [row for row in rows if not seeds_of(rows[row]) & seeds_of(rows[parents[row]])]
     return notes + ([f"No seed in common with the parent: {', '.join(apart)}."] if apart else [])
 
@@ -172,7 +168,7 @@ def notes_of(rows: Records, parents: dict[str, str], studies: dict[str, set[Path
     sentences = [
         *declaration_notes(recorded, studies, declared),
         *metric_notes(declared, shown.metric),
-        *seed_notes(rows, parents, declared, shown.left_out),
+        *seed_notes(rows, parents, declared),
         *start_notes(rows, parents),
         *contrast_notes(declared, shown),
     ]

@@ -34,7 +34,7 @@ BLOCKS. With --block N, N consecutive seeds (0 to N - 1, ...) share a judge or a
 paired tests then take the mean of each block as one value: 20 seeds with --block 2 are ten pairs.
 
 NOTE. A line below the table names the digest of the declaration and everything that is not as declared
-(experiments/notes.py). A new table of undeclared runs is refused. --without-seeds 0 1 leaves seeds out.
+(experiments/notes.py). A new table of undeclared runs is refused.
 
 RECORDS. --export writes one JSON line per finished run, and --runs reads such a file. Metrics are rounded to
 seven digits, the precision of float32:
@@ -64,6 +64,7 @@ in a shallow clone, which lacks the commits of runs: then declarations and small
 import argparse
 import fnmatch
 import importlib
+import itertools
 import json
 import math
 import re
@@ -310,26 +311,14 @@ def offline_tokens_of(folder: Path) -> int | None:
     return total
 
 
-def progress_of(folder: Path) -> str:
-    """Describe the progress of an unfinished run, for example "step 3, 300 generated tokens"."""
-    file = folder / "metrics.jsonl"
-    errors = sorted(folder.glob("error_rank_*.txt"))
-    hint = f"; see {errors[0].name}" if errors else ""
-    *lines, _ = file.read_text().split("\n") if file.is_file() else [""]  # the last line may be incomplete
-    if not lines:
-        return f"no step yet{hint}"
-    row = parse_object(lines[-1], f"{file}, line {len(lines)}")
-    return f"step {row.get('step')}, {row.get('generated_tokens', 0):,} generated tokens{hint}"
-
-
-def read_run(folder: Path, metric: str) -> Run | str:
-    """Read a run folder; return the run, or the progress of an unfinished run as text."""
+def read_run(folder: Path, metric: str) -> Run | None:
+    """Read a run folder; None for an unfinished run."""
     file = folder / "metrics.jsonl"
     seed = folder.name.removeprefix("seed_")
     if not seed.isdigit():
         raise ValueError(f"{folder}: expected a folder seed_S with a number S")
     if not (folder / "summary.json").is_file():  # a run writes its summary last
-        return progress_of(folder)
+        return None
     record = {"row": folder.parent.name, "seed": int(seed), "offline_tokens": offline_tokens_of(folder)}
     record |= read_metrics(file, metric)
     return make_run(record, str(file), folder, metric)
@@ -344,10 +333,9 @@ def read_folder(root: Path, names: list[str] | None, metric: str) -> tuple[list[
     for folder in folders:
         if names is None or folder.parent.name in names:
             run = read_run(folder, metric)
-            if isinstance(run, Run):
-                runs.append(run)
-            else:
-                print(f"skipped, not finished: {folder} ({run})", file=sys.stderr)
+            runs += [run] if run else []
+            if run is None:
+                print(f"skipped, not finished: {folder}", file=sys.stderr)
     return runs, {folder.parent.name for folder in folders}
 
 
@@ -378,16 +366,14 @@ def with_steps(record: dict) -> dict:
     return record | {"steps": {"step": list(range(1, last + 1))} | steps}
 
 
-def read_rows(
-    paths: list[Path], names: list[str] | None, metric: str, without_seeds: tuple[int, ...] = ()
-) -> dict[str, list[Run]]:
+def read_rows(paths: list[Path], names: list[str] | None, metric: str) -> dict[str, list[Run]]:
     """Return {row: runs by seed}, in the order of names; without names, in alphabetical order."""
     runs = []
     row_names = set()
     for path in paths:
         read = read_records if path.is_file() else read_folder
         runs_of_path, names_of_path = read(path, names, metric)
-        runs += [run for run in runs_of_path if run.record["seed"] not in without_seeds]
+        runs += runs_of_path
         row_names |= names_of_path
     rows: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: (run.record["row"], run.record["seed"])):
@@ -825,47 +811,19 @@ def cells_of(line: str) -> list[str]:
 
 
 def compare(document: list[str], expected: list[str]) -> tuple[list[str], int]:
-    """Compare two tables with their notes; return the differences and the number of compared figures."""
-    notes = [
-        lines[-1].removeprefix(NOTE) if lines and lines[-1].startswith(NOTE) else ""
-        for lines in (document, expected)
-    ]
-    differences, num_figures = compare_tables(
-        *([line for line in lines if line and not line.startswith(NOTE)] for lines in (document, expected))
-    )
-    if document and notes[0] != notes[1]:
-        differences.append(f"the note is {notes[0]!r} in the text, {notes[1]!r} in the record")
-    return differences, num_figures
-
-
-def compare_tables(document: list[str], expected: list[str]) -> tuple[list[str], int]:
-    """Compare the lines of two tables; return the differences and the number of compared figures."""
+    """Compare the lines of two tables with their notes; return the difference and the number of figures."""
     if not document:
         return ["the table below the comment is missing; --fix writes it"], 0
-    texts = [cells_of(line) for line in [*document[:1], *document[2:]]]
-    records = [cells_of(line) for line in [*expected[:1], *expected[2:]]]
-    if texts[0] != records[0]:
-        return [f"columns are {texts[0]} in the text, {records[0]} in the record"], 0
-    text_names = [row[0] for row in texts]
-    record_names = [row[0] for row in records]
-    if text_names != record_names:
-        in_record = ", ".join(record_names[1:])
-        return [f"rows are {', '.join(text_names[1:])} in the text, {in_record} in the record"], 0
-    differences = []
-    num_figures = 0
-    for text, record in zip(texts[1:], records[1:]):
-        if len(text) != len(record):
-            differences.append(
-                f"row {text[0]} has {len(text)} cells in the text, {len(record)} in the record"
-            )
-        headers = records[0] + ["beyond the header"] * (len(record) - len(records[0]))
-        for column, cell, right in zip(headers[1:], text[1:], record[1:]):
-            num_figures += any(character.isdigit() for character in right)
-            if cell != right:
-                differences.append(
-                    f"row {text[0]}, column {column}: {cell} in the text, {right} in the record"
-                )
-    return differences, num_figures
+    texts, records = (
+        [cells_of(line) for line in lines if not set(line) <= set("|-: ")] for lines in (document, expected)
+    )
+    num_figures = sum(any(map(str.isdigit, cell)) for row in records[1:] for cell in row[1:])
+    differences = [
+        f"{' | '.join(text)} in the text, {' | '.join(record)} in the record"
+        for text, record in itertools.zip_longest(texts, records, fillvalue=["nothing"])
+        if text != record
+    ]
+    return ["; ".join(differences)] if differences else [], num_figures
 
 
 def check_table(table: DocTable, lines: list[str], file: Path, fix: bool) -> tuple[list[str], int]:
@@ -965,10 +923,6 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
         help="metric of the evaluations, for example chains/avg_at_4, or train/METRIC (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--without-seeds", type=int, nargs="+", default=[], metavar="SEED",
-        help="leave the runs of these seeds out",
-    )  # fmt: skip
-    parser.add_argument(
         "--block",
         type=int,
         default=1,
@@ -1009,7 +963,7 @@ def read_table(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[R
     if not args.runs or args.parent is None:
         raise ValueError("a table needs --runs and --parent")
     paths = [folder / path for path in args.runs]
-    rows = read_rows(paths, args.rows, args.metric, tuple(args.without_seeds))
+    rows = read_rows(paths, args.rows, args.metric)
     if args.rows is None:
         rows = {name: rows[name] for name in sorted(rows, key=lambda name: name != args.parent)}
     check_columns(args.columns, rows)
@@ -1027,7 +981,6 @@ def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[
         metric=args.metric,
         compared=compared if {*COMPARING} & {*args.columns} else set(),
         corrected=compared if "paired_p_holm" in args.columns else set(),
-        left_out=set(args.without_seeds),
     )
     return table, rows, note_of(rows, parents, shown)
 

@@ -165,7 +165,7 @@ def test_a_test_run_has_the_instance_of_its_seed_and_the_tuned_settings(study):
     ):
         (problem,) = found(1, **changes)
         assert "row on, seed 1" in problem and keyword in problem
-    (folder / "tuning.json").write_text("[{}]")
+    (folder / "tuning.json").write_text('[{"row": "on", "settings": ""}]')
     assert "another tuning.json" in found(0)[0]
     (folder / "tuning.json").unlink()
     assert found(0) == ["runs without tuning.json: commit the choice, then test"]
@@ -252,12 +252,6 @@ def test_the_note_names_seeds_and_starts_that_differ():
         None, off=records("off", range(4), weights=by_seed), on=records("on", range(4), weights=by_seed)
     )
     assert pairs == "2 start weights, one for all runs of a seed."
-
-
-def test_the_note_names_the_seeds_that_are_left_out():
-    rows = {"off": records("off", range(2, 6)), "on": records("on", range(2, 5))}
-    text = note(None, Shown(left_out={0, 1}), **rows)
-    assert text == "Seeds left out: 0, 1. Seeds without a run: 5 of on."
 
 
 def test_consecutive_seeds_are_joined():
