@@ -60,11 +60,6 @@ GRANITE_MOE = {  # without multipliers and rope_theta, as no plan depends on the
     "tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 131072,
     "model_type": "granitemoe",
 }  # fmt: skip
-LLAMA_3 = {
-    "vocab_size": 128256, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 131072,
-    "model_type": "llama",
-}  # fmt: skip
 QWEN2_5 = {
     "vocab_size": 151936, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     "max_position_embeddings": 32768, "model_type": "qwen2",
@@ -87,9 +82,6 @@ KNOWN_MODELS = {  # {name: (values shared with other models, SIZES of this model
     "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64)),
     "Qwen3-30B-A3B": (QWEN3_MOE, (2048, 6144, 48, 32, 768)),
     "Qwen3-235B-A22B": (QWEN3_MOE, (4096, 12288, 94, 64, 1536)),
-    "Llama-3.2-1B": (LLAMA_3 | {"head_dim": 64}, (2048, 8192, 16, 32)),
-    "Llama-3.2-3B": (LLAMA_3, (3072, 8192, 28, 24)),
-    "Llama-3.1-8B": (LLAMA_3 | {"tie_word_embeddings": False}, (4096, 14336, 32, 32)),
     "Qwen2.5-0.5B": (QWEN2_5, (896, 4864, 24, 14)),
     "Qwen2.5-1.5B": (QWEN2_5, (1536, 8960, 28, 12)),
     "Qwen2.5-3B": (QWEN2_5, (2048, 11008, 36, 16)),
@@ -350,7 +342,7 @@ def contradiction(task: Task) -> str | None:
             kv_heads % parallel and parallel % kv_heads,
         f"rollout.prompts_per_step {per_step} must be a multiple of GPUs x train.minibatches_per_step, "
         f"{num_gpus} x {minibatches}": per_step % (num_gpus * minibatches),
-        f"{num_gpus} GPUs do not fill nodes of {per_node} (--gpus-per-node)":
+        f"{num_gpus} GPUs do not fill nodes of {per_node}":
             num_gpus > per_node and num_gpus % per_node,
         "rollout.expert_parallel true needs rollout.tensor_parallel above 1":
             config.rollout.expert_parallel and parallel == 1,
@@ -817,12 +809,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "the file's comment, else model.path)",
     )  # fmt: skip
     add_argument("--gpu-memory-gib", **number, help="GiB of a GPU (default: from the machine)")
-    add_argument("--host-memory-gib", **number, help="GiB of a node's host (default: 240 per GPU of the run)")
-    add_argument(
-        "--gpus-per-node", type=int, metavar="N",
-        help="number of GPUs that NVLink connects (default: from the machine)",
-    )  # fmt: skip
-    add_argument("--network-gbs", **number, help="GB/s of a GPU to another node (default: from the machine)")
     add_argument(
         "--prompt-tokens", **number,
         help="mean length of prompts (default: from the file's comment, else half of the limit)",
@@ -847,19 +833,11 @@ def read_machine(args: argparse.Namespace, name: str, num_gpus: int) -> Machine:
     """Return a machine with the changes of the command line; ValueError for invalid values."""
     if name not in MACHINES:
         raise ValueError(f"# Machine: {name} is not known, known are {', '.join(MACHINES)}")
-    fields = {
-        "memory_gib": args.gpu_memory_gib,
-        "gpus_per_node": args.gpus_per_node,
-        "network_gbs": args.network_gbs,
-        "host_gib": args.host_memory_gib,
-    }
-    options = {"memory_gib": "gpu-memory-gib", "host_gib": "host-memory-gib"}
-    changes = {field: value for field, value in fields.items() if value is not None}
-    for field, value in ({"gpus": num_gpus} | changes).items():
-        if not (value > 0 and math.isfinite(value)):
-            option = options.get(field, field.replace("_", "-"))
+    for option, value in (("gpus", num_gpus), ("gpu-memory-gib", args.gpu_memory_gib)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{option} {value:g} must be above 0 and finite")
-    return replace(MACHINES[name], **changes)
+    machine = MACHINES[name]
+    return replace(machine, memory_gib=args.gpu_memory_gib or machine.memory_gib)
 
 
 def read_config(args: argparse.Namespace) -> Config:

@@ -55,8 +55,8 @@ table. Paths in the comment are relative to the document.
   <!-- report: closed COMMIT -->                         A table as it was at a commit, which has its program
                                                          and its record.
   <!-- report: none, REASON -->                          A table that no record makes.
---check reads all *.md files that git tracks or would add, and the declarations of studies (declaration.py). If
-a *.jsonl lies beside a document, each table of the document needs a comment.
+--check reads all *.md files that git tracks or would add, and the declarations of studies (declaration.py).
+If a *.jsonl lies beside a document, each table of the document needs a comment.
 Exit codes: 0 if every figure agrees, 1 if a figure differs, 2 for invalid options, 3 if every figure agrees
 in a shallow clone, which lacks the commits of runs: then declarations and small records are not checked.
 """

@@ -302,8 +302,8 @@ def test_two_stacks_never_share_a_folder(tmp_path):
 
 # ---- budgets: growth pays by deletion ----------------------------------------------------------------------
 BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
-    "KB": 13260,
-    "files": 618,
+    "KB": 13220,
+    "files": 613,
     "modules, the root": 17,
     "words of Markdown, docs": 25175,
     "words of Markdown, docs/silent_faults.md": 2915,
@@ -311,14 +311,14 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, kernels": 635,
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
-    "words of Markdown, the root": 3915,
+    "words of Markdown, the root": 4000,
     "lines of Python, data": 4580,
     "lines of Python, examples": 80,
-    "lines of Python, experiments": 9595,
+    "lines of Python, experiments": 8845,
     "lines of Python, extras": 1925,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5040,
-    "lines of Python, tests": 29650,
+    "lines of Python, tests": 29570,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 11470,
     "lines of Python, verifiers": 3490,
@@ -360,4 +360,4 @@ def test_the_tree_keeps_its_budgets():
                 if count > BUDGETS.get(name, 0)}  # fmt: skip
     assert not exceeded, "delete as much elsewhere, or argue for another budget in the commit"
     folders = [name for name in BUDGETS if name.startswith("lines of Python") and "tests" not in name]
-    assert sum(BUDGETS[name] for name in folders) <= 37000
+    assert sum(BUDGETS[name] for name in folders) <= 36300

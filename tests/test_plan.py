@@ -47,9 +47,6 @@ PUBLISHED = {  # parameters according to the safetensors of the model cards, a t
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
-    "Llama-3.2-1B-Instruct": 1_235_814_400,
-    "Llama-3.2-3B": 3_212_749_824,
-    "Llama-3.1-8B": 8_030_261_248,
     "Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
     "Qwen2.5-3B": 3_085_938_688,
@@ -85,7 +82,7 @@ def test_known_shapes_have_the_published_number_of_parameters(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3-0.6B", "Qwen3-30B-A3B", "Llama-3.2-1B", "Qwen2.5-0.5B", "granite-3.1-1b-a400m-instruct"]
+    "name", ["Qwen3-0.6B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "granite-3.1-1b-a400m-instruct"]
 )
 def test_counts_equal_the_model_of_transformers(name):
     task = make_task(model=name)
@@ -302,7 +299,10 @@ def test_a_run_on_a_gpu_ends_with_measured_peaks_beside_the_plan(tmp_path, monke
     task = make_task(*FITTING, *settings)
     parts, _ = memory_plan.plan_memory(task.config, task.model, 64, 80 * GIB)
     FakeRanks(64).install(monkeypatch)
-    monkeypatch.setattr(dist, "all_gather_object", lambda gathered, item: gathered.__setitem__(5, item))
+    others = [{}] * 63
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda gathered, item: gathered.__setitem__(slice(64), [*others, item])
+    )
     meter = FakeCuda(parts | {"sync buffers": 9 * GIB}, True, 80 * GIB).install(monkeypatch).run(num_steps=2)
     del meter.largest["freed by sleep"]
     line = memory_plan.check_memory(task.config, task.model, 64, node=None)
@@ -708,7 +708,7 @@ def test_every_advice_makes_the_run_fit(model, gpus, machine, settings):
         (["model.ep_size=3"], 9, "128 experts"),
         (["rollout.tensor_parallel=3"], 8, "rollout.tensor_parallel"),
         (["rollout.prompts_per_step=12"], 8, "rollout.prompts_per_step"),
-        (["rollout.prompts_per_step=96"], 12, "--gpus-per-node"),
+        (["rollout.prompts_per_step=96"], 12, "nodes of 8"),
         (["rollout.fp8=on", "rollout.tensor_parallel=4"], 8, "rollout.fp8"),
     ],
 )
@@ -793,7 +793,6 @@ def test_the_exit_code_tells_whether_a_run_fits(gib, code, small, tmp_path):
         (["--new-tokens", "129"], "max_new_tokens"),
         (["--gpus", "0"], "--gpus"),
         (["--gpu-memory-gib", "-1"], "--gpu-memory-gib"),
-        (["--host-memory-gib", "nan"], "--host-memory-gib"),
         (["--prompt-tokens", "0"], "prompts 0"),
         (["--shape", "Qwen9-1B"], "--shape"),
         (["model.path=nowhere"], "model.path"),

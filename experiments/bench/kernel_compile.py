@@ -1,11 +1,9 @@
 """Compile the Triton kernels for Hopper and Blackwell GPUs on any machine, and check the machine code.
 
-    python -m experiments.bench.kernel_compile              # with the installed Triton
-    python -m experiments.bench.kernel_compile --gpu-stack  # with the Triton of the GPU stack
+    python -m experiments.bench.kernel_compile
 
-The CPU stack installs a later Triton than the GPU stack, whose torch requires one version. --gpu-stack
-downloads that version into a separate folder, .venv-triton-VERSION, and compiles with it; the installed
-libraries stay unchanged. As soon as the folder exists, tests/test_kernels.py compiles with both versions.
+The CPU stack installs a later Triton than the GPU stack, whose torch 2.13.0 requires 3.7.1. To compile
+with that version, `pip install --no-deps --target FOLDER triton==3.7.1`, and set PYTHONPATH=FOLDER.
 
 The table has a row per kernel and architecture (sm_90: H100, sm_100: B200): registers per thread, bytes of
 stack per thread (spilled registers are on the stack) and bytes of shared memory per block. The exit code is
@@ -28,10 +26,8 @@ import triton
 import kernels.expert_rows as rows
 import kernels.fp8_block as fp8
 import kernels.linear_logprob_entropy as head
-from experiments.bench.common import ROOT, make_parser, markdown, write_results
+from experiments.bench.common import make_parser, markdown, write_results
 
-GPU_TRITON = "3.7.1"  # torch 2.13.0 with CUDA, in requirements.txt, requires this version
-GPU_TRITON_FOLDER = ROOT / f".venv-triton-{GPU_TRITON}"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # ptxas and cuobjdump
 SHARED_BYTES = 227 * 1024  # shared memory of a block on a Hopper or Blackwell GPU
 TENSOR_CORES = "wgmma.mma_async"  # Hopper's instruction, in Case.contains
@@ -205,24 +201,9 @@ def problems(case: Case, compiled: Compiled, architecture: int = 90) -> list[str
     return lines
 
 
-def install_gpu_triton(folder: Path) -> None:
-    """Install the Triton of the GPU stack into a folder, unless the folder has Triton already."""
-    if not (folder / "triton").is_dir():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([*pip, f"triton=={GPU_TRITON}"], check=True)
-
-
 def main() -> int:
     """Compile all kernels, print the table and return the exit code."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--gpu-stack", action="store_true", help=f"compile with Triton {GPU_TRITON}")
-    args = parser.parse_args()
-    is_installed = triton.__version__ == GPU_TRITON or TOOLS.is_relative_to(GPU_TRITON_FOLDER)
-    if args.gpu_stack and not is_installed:  # start again with the other version
-        install_gpu_triton(GPU_TRITON_FOLDER)
-        command = [sys.executable, "-m", "experiments.bench.kernel_compile", *sys.argv[1:]]
-        environment = os.environ | {"PYTHONPATH": str(GPU_TRITON_FOLDER)}
-        return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    args = make_parser(__doc__).parse_args()
     records = {}
     for architecture, (name, case) in itertools.product(PRODUCTS, CASES.items()):
         with tempfile.TemporaryDirectory() as folder:
