@@ -168,26 +168,6 @@ def test_the_room_for_keys_and_values_follows_its_description(seed):
             ended.append(lengths.pop(index))
 
 
-# ---- longest first -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_longest_first_follows_its_description(seed):
-    """With initial loads, and many equal items and bins."""
-    rng = random.Random(seed)
-    num_bins = rng.randint(1, 5)
-    sizes = [rng.choice([0.0, 1.0, 2.0, float(rng.randint(0, 9))]) for _ in range(rng.randint(0, 20))]
-    initial = rng.choice([None, [float(rng.randint(0, 6)) for _ in range(num_bins)]])
-    loads = list(initial or [0.0] * num_bins)
-    expected = [None] * len(sizes)
-    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        expected[item] = loads.index(min(loads))
-        loads[expected[item]] += sizes[item]
-    copy = list(initial) if initial else None
-    assert longest_first(sizes, num_bins, initial) == expected
-    assert initial == copy, "the caller's list is not changed"
-
-
 # ---- groups with verdicts that take time -------------------------------------------------------------------
 
 

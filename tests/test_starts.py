@@ -121,15 +121,3 @@ def test_files_that_a_start_lacks_stay_in_the_built_folder(start, study, row, in
     text = load_config(["--config", str(file), *settings]).model_dump_json()
     assert f"experiments/starts/{start}/{in_start}" in text and f"data/built/{start}/{in_built}" in text
     assert in_built not in text.replace(f"data/built/{start}/{in_built}", "")
-
-
-def test_the_stages_of_a_row_read_the_prompts_of_its_start(tmp_path):
-    file = tmp_path / "row.yaml"
-    prompts = "data: {train: [{path: data/built/chains/train.jsonl}]}"
-    file.write_text(
-        f"model: {{path: data/built/chains/model}}\n{prompts}\nstages: [{{name: one, {prompts}}}]\n"
-    )
-    args = SimpleNamespace(rows=[file], script=starts.ROOT / "train_rl.py", settings=[])
-    settings = run.start_settings(args, Path("experiments/starts/chains/model"))
-    text = load_config(["--config", str(file), *settings]).model_dump_json()
-    assert text.count("experiments/starts/chains/train.jsonl") == 2 and "data/built" not in text
