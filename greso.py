@@ -33,11 +33,6 @@ def skip_prob(prompt: int, history: PromptHistory) -> float:
     return 1 - max(float(history.explore[kind]) ** abs(streak), MIN_EXPLORATION)
 
 
-def first_round_size(prompts_per_step: int) -> int:
-    """Return the number of prompts in the first round of a step."""
-    return math.ceil(FIRST_ROUND_FACTOR * prompts_per_step)
-
-
 def next_round_size(num_missing: int, num_useful: int, num_sampled: int, prompts_per_step: int) -> int:
     """Return the number of prompts in a later round.
 
@@ -47,7 +42,7 @@ def next_round_size(num_missing: int, num_useful: int, num_sampled: int, prompts
     with variance in the last round; prompts_per_step: P. The floor of 64 prompts per round and the rounding
     to the number of GPUs are left out, because they belong to the authors' batch of 256 [ours].
     """
-    largest = first_round_size(prompts_per_step)
+    largest = math.ceil(FIRST_ROUND_FACTOR * prompts_per_step)  # of the first round
     if not num_useful:
         return largest
     return min(largest, math.ceil(SAFETY_FACTOR * num_missing * num_sampled / num_useful))

@@ -16,9 +16,9 @@ import inspect
 import itertools
 import json
 import math
-import operator
 import os
 import string
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -406,28 +406,6 @@ def pairwise_reference(judge, prompts, completions, references) -> list[float]:
     return [float(sign) for sign in judge.compare(prompts, completions, references)]
 
 
-def groups_of(prompts, completions, group_index: list[int]) -> list[list[tuple]]:
-    """Return the rows (group, number of the completion, prompt, completion) of each group."""
-    rows = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
-    return [list(group) for _, group in itertools.groupby(rows, key=operator.itemgetter(0))]
-
-
-def compare_pairs(judge, pairs: list[tuple[tuple, tuple]]) -> list[int]:
-    """Return the judge's verdict on each pair of rows of groups_of(): 1 (the first is better), 0 or -1.
-
-    Equal texts tie without a question, because a judge may prefer a position.
-    """
-    different = [pair for pair in pairs if pair[0][3] != pair[1][3]]
-    signs = iter(
-        judge.compare(
-            [prompt for (_, _, prompt, _), _ in different],
-            [completion for (_, _, _, completion), _ in different],
-            [completion for _, (_, _, _, completion) in different],
-        )
-    )
-    return [next(signs) if first[3] != second[3] else 0 for first, second in pairs]
-
-
 def prompts_for(judge, prompts: list[Prompt]) -> list[str]:
     """Return the prompts as the judge reads them.
 
@@ -444,18 +422,28 @@ def round_robin(judge, prompts, completions, group_index: list[int]) -> list[flo
 
     better 1, tie 0.5, worse 0; a group of one gets 0.5. Example: in a group of three, a completion that is
     better than the second and ties with the third gets 0.75. The judge compares each pair once. Every
-    completion comes first in half of its comparisons, up to one, because a judge may prefer a position.
+    completion comes first in half of its comparisons, up to one, because a judge may prefer a position; so
+    equal texts tie without a question.
     group_index: group of each completion, in any order.
     """
-    groups = groups_of(prompts, completions, group_index)
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, (group, *_) in enumerate(zip(group_index, prompts, completions, strict=True)):
+        rows_of[group].append(row)
     pairs = [
         (first, second) if (i + j) % 2 else (second, first)
-        for group in groups
-        for (i, first), (j, second) in itertools.combinations(enumerate(group), 2)
+        for group in sorted(rows_of)
+        for (i, first), (j, second) in itertools.combinations(enumerate(rows_of[group]), 2)
     ]
-    signs = compare_pairs(judge, pairs)
-    points = [[] for _ in prompts]
-    for ((_, first, _, _), (_, second, _, _)), sign in zip(pairs, signs):
+    different = [(first, second) for first, second in pairs if completions[first] != completions[second]]
+    signs = judge.compare(
+        [prompts[first] for first, _ in different],
+        [completions[first] for first, _ in different],
+        [completions[second] for _, second in different],
+    )
+    sign_of = dict(zip(different, signs, strict=True))
+    points: list[list[float]] = [[] for _ in prompts]
+    for first, second in pairs:
+        sign = sign_of.get((first, second), 0)
         points[first].append((1 + sign) / 2)
         points[second].append((1 - sign) / 2)
     return [sum(row) / len(row) if row else 0.5 for row in points]

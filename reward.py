@@ -702,23 +702,22 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
         return []
     if not rows:
         raise ValueError("there are no prompts to try the reward functions on: are the datasets empty?")
+    tried = {name: first_row.get(kind, rows[0][1:]) for name, kind in kind_of.items()}
     with start_pool(settings, None, num_workers=1) as pool:
-        for name, kind in kind_of.items():
-            answer, fields = first_row.get(kind, rows[0][1:])
+        for name, (answer, fields) in tried.items():
             pool.submit(name, name, answer, answer, fields)
         verdicts = pool.collect()
-        of_reward_0 = [name for name, v in verdicts.items() if v.reward == 0 and not v.failed]
-        for name in of_reward_0:
-            answer, fields = first_row.get(kind_of[name], rows[0][1:])
+        for name in [name for name, v in verdicts.items() if v.reward == 0 and not v.failed]:
+            answer, fields = tried[name]
             for form in ANSWER_FORMS:
                 pool.submit(form, name, form.format(answer), answer, fields)
             verdicts[name] = max(pool.collect().values(), key=operator.attrgetter("reward"))
         for name in [name for name, verdict in verdicts.items() if not verdict.failed]:
-            pool.submit(f"{name}, empty", name, "", *first_row.get(kind_of[name], rows[0][1:]))
+            pool.submit(f"{name}, empty", name, "", *tried[name])
         of_empty = pool.collect()
     lines = []
     for name, verdict in verdicts.items():
-        answer, _ = first_row.get(kind_of[name], rows[0][1:])
+        answer, _ = tried[name]
         if verdict.failed:
             raise ValueError(
                 f"reward function {name}: {verdict.detail}. It was called with the reference answer "

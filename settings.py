@@ -632,14 +632,9 @@ def kind_of_mapping(value):
                 f"each kind needs a weight of 0 (only logged) or more, as in {{math: 0.8, exact: 0.2}}; "
                 f"not {kind}: {weight}"
             )
-    terms = [f"{plain_number(weight)}*{kind}" for kind, weight in value.items()]
+    # in full and without an exponent: 2.0 as 2, 1e-7 as 0.0000001
+    terms = [f"{Decimal(str(weight)).normalize():f}*{kind}" for kind, weight in value.items()]
     return " + ".join(terms) or None
-
-
-def plain_number(number: float) -> str:
-    """Write a number in full and without an exponent: 2.0 as 2, 1e-7 as 0.0000001."""
-    text = f"{Decimal(str(number)):f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def with_known_kinds(kind: str | None) -> str | None:

@@ -19,7 +19,6 @@ import os
 import re
 import sys
 import zlib
-from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 
@@ -240,50 +239,38 @@ def read_parquet(path: str) -> list[dict]:
 # ------------------------------------------------------------------------------------------------------------
 # Folders and hub datasets, read with `datasets`
 # ------------------------------------------------------------------------------------------------------------
-@contextmanager
 def silent_datasets():
-    """Import `datasets` and silence its progress bars and log inside the with block."""
-    import datasets  # imported here because the import is slow and plain files do not need `datasets`
+    """Import `datasets` without its progress bars and log; plain files do not need this slow import."""
+    import datasets
 
-    show_bars = not datasets.are_progress_bars_disabled()
-    verbosity = datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    try:
-        yield datasets
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if show_bars:
-            datasets.enable_progress_bars()
+    return datasets
 
 
 def read_saved_to_disk(path: str, folder: str, split: str) -> list[dict]:
     """Read one split of a save_to_disk folder; if the split is missing, ValueError lists the splits."""
-    with silent_datasets() as datasets:
-        try:
-            saved = datasets.load_from_disk(folder)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"{path}: save_to_disk wrote this folder, but it cannot be read: {error}"
-            ) from None
-        if isinstance(saved, datasets.DatasetDict):
-            if split not in saved:
-                raise ValueError(
-                    f"{path}: no split {split!r} among {', '.join(saved)}; set data.train[].split"
-                )
-            saved = saved[split]
-        return saved.to_list()
+    datasets = silent_datasets()
+    try:
+        saved = datasets.load_from_disk(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path}: save_to_disk wrote this folder, but it cannot be read: {error}") from None
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise ValueError(f"{path}: no split {split!r} among {', '.join(saved)}; set data.train[].split")
+        saved = saved[split]
+    return saved.to_list()
 
 
 def read_hub(name: str, subset: str | None, split: str) -> list[dict]:
     """Load one split of a hub dataset."""
-    with silent_datasets() as datasets:
-        try:
-            return datasets.load_dataset(name, subset, split=split).to_list()
-        except OSError as error:  # the dataset does not exist, or there is no network
-            raise ValueError(f"{name}: neither a local file nor a reachable hub dataset: {error}") from error
-        except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
-            raise ValueError(f"{name}: cannot be read from the hub: {error.__cause__ or error}") from error
+    datasets = silent_datasets()
+    try:
+        return datasets.load_dataset(name, subset, split=split).to_list()
+    except OSError as error:  # the dataset does not exist, or there is no network
+        raise ValueError(f"{name}: neither a local file nor a reachable hub dataset: {error}") from error
+    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        raise ValueError(f"{name}: cannot be read from the hub: {error.__cause__ or error}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -389,9 +389,9 @@ class PromptMaker:
             if isinstance(value, list) and len(value) == 1:
                 (value,) = value
         is_text = not isinstance(value, (list, dict))
-        text = (
-            text_from(value, column, where, "without an answer") if is_text else json.dumps(json_value(value))
-        )
+        text = json.dumps(json_value(value))
+        if is_text:
+            text = text_from(value, column, where, "without an answer")
         if verifiers & {"math", "numeric"}:
             text = plain_reference(text)
         if reason := refusal(text, verifiers):
@@ -444,7 +444,8 @@ def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str 
     for role in COLUMNS:
         named = source.columns.get(role)
         candidates = (named,) if named else () if role in source.columns else KNOWN_COLUMNS[role]
-        resolved[role] = next((column for column in candidates if has_column(tables, column)), None)
+        present = (column for column in candidates if any(has_field(row, column) for row in rows_of(tables)))
+        resolved[role] = next(present, None)
         if resolved[role] or (role in optional and not named) or (role == "answer" and not candidates):
             continue
         names = ", ".join(column_names([row for _, rows in tables for row in rows[:100]]))
@@ -455,11 +456,6 @@ def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str 
             f"columns: {{{role}: ...}}, or --columns of data.score"
         )
     return resolved
-
-
-def has_column(tables: list[Table], column: str) -> bool:
-    """Tell whether any row of the dataset has a column."""
-    return any(has_field(row, column) for row in rows_of(tables))
 
 
 def unknown_kind(kind: str, where: str) -> str:

@@ -132,12 +132,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--experts", type=int, default=16, help="experts per layer (default: %(default)s)")
     add("--top-k", type=int, default=2, help="active experts per token (default: %(default)s)")
     add("--expert-width", type=int, default=256, help="hidden size of an expert (default: %(default)s)")
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="dtype of the weights (default: %(default)s)",
-    )
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights (default: float32)")
     add("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
     args = parser.parse_args(argv)
     for name in ("layers", "experts", "top_k", "expert_width"):

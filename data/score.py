@@ -329,17 +329,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     add("--chunk", type=int, default=256, help="prompts per write to --output (default: %(default)s)")
-    add(
-        "--dtype",
-        choices=["auto", "bfloat16", "float32"],
-        default="auto",
-        help="dtype of vLLM (default: auto, see rollout.dtype)",
-    )
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="of vLLM, see rollout.dtype")
     add("--kv-cache-gib", type=float, help="memory for keys and values per rank (default: vLLM decides)")
     add("--max-num-seqs", type=int, default=256, help="parallel completions per rank (default: %(default)s)")
-    add(
-        "settings", nargs="*", metavar="reward.key=value", help="settings of section reward, and rollout.stop"
-    )
+    add("settings", nargs="*", metavar="reward.key=value", help="of section reward, and rollout.stop")
     args = parser.parse_intermixed_args(argv)
     args.data = data_settings(args)
     args.reward, args.stop = trailing_settings(args)

@@ -138,24 +138,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--model", type=Path, required=True, help="folder of the dense model")
     add("--output", type=Path, required=True, help="folder of the MoE, must not exist")
     add("--experts", type=int, default=4, help="experts per layer (default: 4)")
-    add(
-        "--top-k",
-        type=int,
-        default=2,
-        help="experts per token (default: 2); with 1 the router has no gradient",
-    )
-    add(
-        "--reinit",
-        type=float,
-        default=0.0,
-        help="fraction of hidden units that each expert draws anew (default: 0)",
-    )
-    add(
-        "--router-std",
-        type=float,
-        default=0.02,
-        help="standard deviation of the router's weights (default: 0.02)",
-    )
+    add("--top-k", type=int, default=2, help="experts per token (default: 2); 1: no gradient of the router")
+    add("--reinit", type=float, default=0.0, help="fraction of units that an expert draws anew (default: 0)")
+    add("--router-std", type=float, default=0.02, help="deviation of the router's weights (default: 0.02)")
     add("--seed", type=int, default=0, help="seed of router and re-initialised units (default: 0)")
     args = parser.parse_args(argv)
     try:

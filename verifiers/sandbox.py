@@ -70,9 +70,7 @@ class Result:
     """The outcome of one test."""
 
     exit: int  # exit status, or minus the number of the fatal signal
-    reason: (
-        str  # "" | "time": killed at the time limit | "output": wrote too much | "lost": the sandbox ended
-    )
+    reason: str  # "" | "time": killed at the limit | "output": wrote too much | "lost": the sandbox ended
     stdout: str
     stderr: str  # the last 2,000 bytes
     value: str  # value of the expression, as a literal; "" without an expression
