@@ -34,6 +34,7 @@ import verifiers.reasoning_gym
 import verifiers.verdict
 from verifiers.answer import final_answer, opened_thought
 from verifiers.kinds import ENVIRONMENT, KINDS, RULE_KINDS, SLOW_KINDS, functions_of, parts_of
+from verifiers.lazy import LazyModule
 from verifiers.own import COMMON_ARGUMENTS, BadResult, Scale, explain, load_function, read_result
 from workers import (
     MAX_DETAIL,
@@ -51,6 +52,9 @@ from workers import (
 
 if TYPE_CHECKING:  # workers start without pydantic
     from settings import RewardSettings
+
+code = LazyModule("verifiers.code")
+sandbox = LazyModule("verifiers.sandbox")
 
 # ------------------------------------------------------------------------------------------------------------
 # 1 Verdicts: one rule per kind
@@ -179,8 +183,6 @@ async def _verify_part(
         if kind in RULES:
             return RULES[kind](completion, answer)
         if kind == "code":
-            from verifiers import code
-
             return Verdict(*code.verify(completion, answer, **code_limits))
         if kind == "instructions":
             return _instructions(completion, answer, fields)
@@ -330,9 +332,7 @@ class Scoring(Task[Verdict]):
         """Return the time limit of the tests of a program."""
         if all(term != "code" for _, term in parts_of(self.kind)):
             return 0.0
-        from verifiers.code import TOTAL_LIMITS
-
-        return TOTAL_LIMITS * code_limits.get("timeout_s", 0.0)
+        return code.TOTAL_LIMITS * code_limits.get("timeout_s", 0.0)
 
     def cpu_s(self, timeout_s: float) -> float:
         """Return the processor time of rules, so that a bad completion does not delay the others for long."""
@@ -413,8 +413,6 @@ class IdleCheck(Scoring):
 
     async def run(self, worker: Worker) -> Verdict:
         """Run the tests."""
-        from verifiers import code
-
         try:
             reason = code.idle_test(self.answer, **worker.code_limits)
         except (RuntimeError, SyntaxError, ValueError):  # other checks explain the tests and the sandbox
@@ -575,10 +573,8 @@ def impossible_references(
     for index, (kind, answer, fields) in enumerate(rows):
         for term in _weighted_terms(kind):
             if term == "code":
-                from verifiers.code import read_tests
-
                 try:
-                    read_tests(answer, "")
+                    code.read_tests(answer, "")
                 except Exception as error:  # broken data can raise anything
                     reasons[index] = f"{answer[:80]!r}: error: {explain(error)}"
             if term in TRIED:
@@ -615,9 +611,7 @@ def _how(index: int, row: Row, details: dict[tuple[int, str], str]) -> tuple[str
     terms = _weighted_terms(kind)
     term = next((term for term in terms if term in TRIED), terms[0])
     if term == "code":
-        from verifiers.code import constant_shares
-
-        return COMPARISONS[term], json.dumps(constant_shares(answer))
+        return COMPARISONS[term], json.dumps(code.constant_shares(answer))
     if (index, term) not in details:
         return COMPARISONS.get(term, "the score of a function"), ""
     how, _, value = details[index, term].partition("\n")
@@ -633,10 +627,8 @@ def _idle_tests(pool: RewardPool, rows: Sequence[Row], warn: Callable[[str], obj
     indices_of: dict[str, list[int]] = {}
     for index, (kind, answer, _) in enumerate(rows):
         if "code" in _weighted_terms(kind):
-            from verifiers.code import doubtful_tests
-
             with contextlib.suppress(Exception):  # broken data can raise anything; see read_tests()
-                if doubtful_tests(answer):
+                if code.doubtful_tests(answer):
                     indices_of.setdefault(answer, []).append(index)
     if not indices_of:
         return {}
@@ -695,9 +687,7 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: "Reward
     first_row = {kind: row for kind, *row in reversed(rows)}
     kind_of = {name: kind for kind in reversed(kinds) for name in functions_of(kind)}
     if any(term == "code" for kind in kinds for _, term in parts_of(kind)):
-        from verifiers.sandbox import check_sandbox
-
-        check_sandbox(settings.sandbox)
+        sandbox.check_sandbox(settings.sandbox)
     if not kind_of:
         return []
     if not rows:

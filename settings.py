@@ -28,7 +28,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
-Seconds = Annotated[float, Field(gt=0, le=86400)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]  # of up to a day
+Weeks = Annotated[float, Field(gt=0, le=2e6)]  # seconds of up to three weeks
 Count = Annotated[int, Field(ge=1)]
 CountOr0 = Annotated[int, Field(ge=0)]
 CountOrNull = Annotated[int | None, Field(ge=1)]
@@ -411,12 +412,10 @@ class EvalSettings(Section):
         "cut completions of evaluations at this length; null: rollout.max_new_tokens",
         per_stage="largest",
     )
-    num_texts: int = setting(
+    num_texts: Annotated[int, Field(ge=0, le=10**6)] = setting(
         16,
         "keep the greedy completions of the first N prompts of each set at every evaluation, with reference "
         "and verdict, in eval_samples.jsonl; 0: none",
-        ge=0,
-        le=10**6,
     )
 
 
@@ -482,12 +481,10 @@ class RolloutSettings(Section):
         "cut completions at this many tokens; all turns of an episode share them, tool results included",
         per_stage="largest",
     )
-    lag: int = setting(
+    lag: Annotated[int, Field(ge=0, le=64)] = setting(
         0,
         "train on the completions of N steps ago: the delay of asynchronous training, without its speed; 0: "
         "on those of the same step",
-        ge=0,
-        le=64,
     )
     max_turns: int = setting(
         8, "end an episode after this many turns of the policy (data.tools, data.environment)", ge=1, le=1000
@@ -502,10 +499,9 @@ class RolloutSettings(Section):
         "processes per rank for tools, and as many again for environments; each runs at most 64 async calls",
         on_resume="free",
     )
-    max_tool_chars: int = setting(
-        2000, "cut the result of a call, or the message of an environment, at this many characters", ge=1,
-        le=50_000,
-    )  # fmt: skip
+    max_tool_chars: Annotated[int, Field(ge=1, le=50_000)] = setting(
+        2000, "cut the result of a call, or the message of an environment, at this many characters"
+    )
     stop: Annotated[list[int | str], AfterValidator(without_empty_text)] = setting(
         [],
         "token ids and texts that end a completion, in addition to the model's end-of-sequence tokens, for "
@@ -834,12 +830,10 @@ class RewardSettings(Section):
     )
     num_workers: Count = setting(2, "processes per rank that score completions", on_resume="free")
     timeout_s: Seconds = setting(10.0, "seconds after which a verdict counts as a timeout", on_resume="free")
-    memory_gib: float = setting(
+    memory_gib: Annotated[float, Field(ge=0.125, le=65536)] = setting(
         2.0,
         "address space of a worker process, and of each of its children, in GiB",
         on_resume="free",
-        ge=0.125,
-        le=65536,
     )
     max_failed_frac: PositiveFraction = setting(
         0.5,
@@ -973,18 +967,14 @@ class RunSettings(Section):
         "trackers that receive the metrics in addition to metrics.jsonl, by accelerate's names, for example "
         "wandb or mlflow",
     )
-    warn_s: float = setting(
+    warn_s: Weeks = setting(
         300.0,
         "warn after a rank has waited this many seconds for another rank, naming it; then double the "
         "interval",
-        gt=0,
-        le=2e6,
     )
-    timeout_s: float = setting(
+    timeout_s: Weeks = setting(
         1800.0,
         "abort after a rank has waited this many seconds for another rank, and print the other rank's stacks",
-        gt=0,
-        le=2e6,
     )
     on_signal: Literal["checkpoint", "stop"] = setting(
         "checkpoint",

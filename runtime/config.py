@@ -510,12 +510,8 @@ def sections_help(schema: type[BaseModel]) -> str:
 
 def settings_help(schema: type[BaseModel], section: str | None = None) -> str:
     """List all settings, or the settings of one section, with default and description, for --help."""
-    title = (
-        "settings"
-        if section is None
-        else f"{section}: {section_text(schema.model_fields[section])}\n\nsettings"
-    )
-    lines = [f"{title} (section.key=value, or in YAML):"]
+    title = f"{section}: {section_text(schema.model_fields[section])}\n\n" if section else ""
+    lines = [f"{title}settings (section.key=value, or in YAML):"]
     free = free_on_resume(schema)
     per_stage = free_per_stage(schema)
     for name, info in setting_fields(schema).items():

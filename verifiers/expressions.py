@@ -14,6 +14,10 @@ import re
 import unicodedata
 from fractions import Fraction
 
+from verifiers.lazy import LazyModule
+
+logic = LazyModule("latex2sympy2_extended.logic")
+sympy = LazyModule("sympy")
 FLOAT_RTOL = 1.0001e-6  # relative tolerance of a number with a decimal point: 0.333333 is 1/3, 0.33333 is not
 FLOAT_ATOL = 5e-7
 
@@ -290,8 +294,6 @@ def _has_other_base(gold: list, answer: list) -> bool:
 
 def _is_false(expression) -> bool:
     """Tell whether an answer is a false equation of numbers, for example 13 = 12."""
-    import sympy
-
     sides = expression.args if isinstance(expression, sympy.Equality) else ()
     return (
         bool(sides)
@@ -302,7 +304,6 @@ def _is_false(expression) -> bool:
 
 def _in_order(gold, answer) -> tuple:
     """Write x = 1, y = 2 as the tuple (1, 2) if the other side is a tuple."""
-    import sympy
 
     def values(side):
         parts = side.args if isinstance(side, sympy.FiniteSet) else ()
@@ -321,8 +322,6 @@ def _same_number(gold, answer, float_rounding: int = 6, numeric_precision: int =
 
     A percentage equals both numbers that it may stand for: 20% is 0.2 and 20 [ours].
     """
-    import sympy
-
     if isinstance(gold, sympy.MatrixBase | sympy.MatrixExpr) or isinstance(
         answer, sympy.MatrixBase | sympy.MatrixExpr
     ):
@@ -347,8 +346,6 @@ def _same_matrix(gold, answer) -> bool:
 
 def _percent_of(expression):
     """Return 20 for 20%, None for anything else."""
-    import sympy
-
     hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
     if not isinstance(expression, sympy.Mul) or hundredth not in expression.args:
         return None
@@ -357,8 +354,6 @@ def _percent_of(expression):
 
 def _close(gold, answer) -> bool:
     """Tell whether two expressions are equal, or agree in value up to FLOAT_RTOL if one is a decimal."""
-    import sympy
-
     try:
         if gold == answer:
             return True
@@ -381,8 +376,6 @@ def _close(gold, answer) -> bool:
 
 def _evaluated(expression):
     """Work out sums and products; i is the imaginary unit. dy/dx stays, which SymPy takes for 0."""
-    import sympy
-
     if not expression.has(sympy.Derivative) or expression.doit() != 0:
         expression = expression.doit()
     return expression.subs({symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"})
@@ -394,7 +387,6 @@ _SIGNS_OF = ("+", "-", "+-", "-+")  # signs of the symbols at the points of comp
 @functools.cache
 def _open_parts() -> tuple:
     """Return the parts of a formula that are slow to evaluate, or have no value at a point."""
-    import sympy
     from sympy.core.function import AppliedUndef
 
     return sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit, AppliedUndef
@@ -405,8 +397,6 @@ def _agree(gold, answer, symbols: list, signs: str) -> bool | None:
 
     Outside of the reals both formulas are undefined in real mathematics: x sqrt(x) is sqrt(x^3).
     """
-    import sympy
-
     point = {
         symbol: sympy.Rational(7 + 4 * index, 3 + index) * (1 if signs[index % len(signs)] == "+" else -1)
         for index, symbol in enumerate(symbols)
@@ -434,8 +424,6 @@ def _agree(gold, answer, symbols: list, signs: str) -> bool | None:
 
 def _is_short(number) -> bool:
     """Tell whether a number has at most five significant digits."""
-    import sympy
-
     if not number.is_real or number == 0:
         return number == 0
     mantissa = number * sympy.Integer(10) ** (4 - sympy.floor(sympy.log(abs(number), 10)))
@@ -444,7 +432,6 @@ def _is_short(number) -> bool:
 
 def _real_roots(expression):
     """Write cube roots and the like so that they are real below zero, too: x^{2/3} is \\sqrt[3]{x^2}."""
-    import sympy
 
     def is_odd(part) -> bool:
         return part.is_Pow and part.exp.is_Rational and part.exp.q % 2 == 1 and part.exp.q > 1
@@ -470,8 +457,6 @@ def _is_unfinished(gold: list, answer: list, sums: bool) -> bool:
     roots, products, fractions, 10! and \binom{10}{3} count as numbers, and answers with letters are not
     checked. gold and answer: the values of parse(). sums: a sum of numbers is worked out, as in (9+1).
     """
-    import sympy
-
     expression = answer[0]
     if isinstance(expression, sympy.Equality):  # 2 + 3 = 5
         expression = expression.rhs
@@ -493,9 +478,6 @@ def _is_unfinished(gold: list, answer: list, sums: bool) -> bool:
 # ---- sets of numbers: inequalities and intervals ----
 def _region(expression):
     """Return (set of numbers, variable or None) of an interval or of inequalities, else None."""
-    import sympy
-    from latex2sympy2_extended.logic import And
-
     try:
         variable = None
         if isinstance(expression, sympy.Equality) and isinstance(expression.rhs, sympy.Set):  # x \in [1, 2]
@@ -503,7 +485,7 @@ def _region(expression):
         if isinstance(expression, sympy.Interval | sympy.Union | sympy.Complement):
             return (expression, variable) if not expression.free_symbols else None
         parts = [expression]
-        if isinstance(expression, And):
+        if isinstance(expression, logic.And):
             parts = list(expression._unsorted_args)
         elif isinstance(expression, sympy.FiniteSet | sympy.Tuple):
             parts = list(expression.args)
@@ -512,23 +494,20 @@ def _region(expression):
         variables = set().union(*(part.free_symbols for part in parts))
         if len(variables) != 1:
             return None
-        if len(parts) == 1 and not isinstance(expression, And):
+        if len(parts) == 1 and not isinstance(expression, logic.And):
             from math_verify.grader import unwrap_fcs  # f(x) becomes a variable
 
             return unwrap_fcs(expression).as_set(), variables.pop()
         sets = [_region(part)[0] for part in parts]
         common = sympy.Intersection(*sets)
-        is_or = common is sympy.S.EmptySet and not isinstance(expression, And)
+        is_or = common is sympy.S.EmptySet and not isinstance(expression, logic.And)
         return (sympy.Union(*sets) if is_or else common), variables.pop()
     except (AttributeError, TypeError, NotImplementedError, ValueError):
         return None
 
 
 def _is_inequality(expression) -> bool:
-    import sympy
-    from latex2sympy2_extended.logic import And
-
-    if isinstance(expression, And):
+    if isinstance(expression, logic.And):
         return all(map(_is_inequality, expression._unsorted_args))
     return isinstance(expression, sympy.core.relational.Relational) and not isinstance(
         expression, sympy.Equality
@@ -537,8 +516,6 @@ def _is_inequality(expression) -> bool:
 
 def _same_region(gold: tuple, answer: tuple) -> bool:
     """Compare two values of _region(); the variable of an interval is free, as in m >= 2 and [2, oo)."""
-    import sympy
-
     if None not in (gold[1], answer[1]) and gold[1] != answer[1]:
         return False
     sets = [sympy.Union(*_components(side[0])) for side in (gold, answer)]
@@ -557,8 +534,6 @@ def _same_region(gold: tuple, answer: tuple) -> bool:
 
 def _components(numbers) -> list:
     """Split a set into intervals and points, also R without a few points."""
-    import sympy
-
     if isinstance(numbers, sympy.Complement) and isinstance(
         numbers.args[1], sympy.FiniteSet | sympy.Interval | sympy.Union
     ):
@@ -651,8 +626,6 @@ def has_unit(text: str) -> bool:
 
 def _same_quantity(quantities: list[tuple]) -> bool:
     """Compare 1 km with 1000 m."""
-    import sympy
-
     sides = []
     for _, size, number in quantities:
         parsed = parse(number.removeprefix(_COMPOUND), whole=True)
