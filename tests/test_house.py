@@ -312,7 +312,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 4000,
-    "lines of Python, data": 4580,
+    "lines of Python, data": 4540,
     "lines of Python, examples": 80,
     "lines of Python, experiments": 8845,
     "lines of Python, extras": 1925,
@@ -320,8 +320,8 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, runtime": 5040,
     "lines of Python, tests": 29540,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 11470,
-    "lines of Python, verifiers": 3490,
+    "lines of Python, the root": 11430,
+    "lines of Python, verifiers": 3480,
 }
 
 
