@@ -51,6 +51,7 @@ import torch.distributed.distributed_c10d as distributed_c10d
 import torch.nn.functional as F
 import triton
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -1638,7 +1639,24 @@ def deepspeed_engine(policy: Policy, settings: TrainSettings) -> deepspeed.DeepS
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's bfloat16 optimizer prints memory tables
         engine, *_ = deepspeed.initialize(model=policy, model_parameters=trained, config=config)
+    if isinstance(engine.optimizer, BF16_Optimizer) and not policy.lm_head.weight.is_cuda:
+        engine.optimizer._update_hp_grad = functools.partial(add_gradient, engine.optimizer)
     return engine
+
+
+def add_gradient(optimizer, parameter: nn.Parameter, group: int, index: int, clear_lp_grads: bool) -> None:
+    """Add a bfloat16 gradient to its float32 sum; takes the place of BF16_Optimizer._update_hp_grad().
+
+    DeepSpeed copies the whole gradient to float32 first. In parts that stay in the cache of a CPU's core, the
+    same sum takes a third of the time (7 million values: 6 instead of 19 ms).
+    """
+    if parameter.grad is None:
+        return
+    total = optimizer.fp32_groups_gradients[group][index]
+    for part, values in zip(total.split(2**17), parameter.grad.reshape(-1).split(2**17)):
+        part.add_(values.to(total.dtype))
+    parameter._hp_grad = total
+    optimizer.fp32_groups_has_gradients[group][index] = True
 
 
 def forget_gradients(engine: deepspeed.DeepSpeedEngine) -> None:

@@ -320,7 +320,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, runtime": 5040,
     "lines of Python, tests": 29540,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 11430,
+    "lines of Python, the root": 11445,
     "lines of Python, verifiers": 3480,
 }
 

@@ -16,10 +16,12 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, save_small_moe
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from helpers import RankSuite
 from model_suites import (
     ADAMW,
@@ -329,6 +331,26 @@ def test_the_norm_has_the_bits_of_torch_and_leaves_its_inputs_as_they_are(shape,
         results.append((y, leaf.grad, norm.weight.grad))
     for actual, expected in zip(*results):
         assert torch.equal(actual, expected)
+
+
+def test_gradients_are_added_to_float32_sums_as_by_deepspeed():
+    """Two gradients of more than one part, after a backward pass without a gradient."""
+    gradients = torch.randn(2, 400, 700, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = []
+    for add in (moe_model.add_gradient, BF16_Optimizer._update_hp_grad):
+        optimizer = SimpleNamespace(
+            fp32_groups_gradients=[[torch.zeros(280_000)]], fp32_groups_has_gradients=[[False]],
+            autoep_folding_tp_group=None,
+        )  # fmt: skip
+        parameter = torch.nn.Parameter(torch.zeros(400, 700, dtype=torch.bfloat16))
+        add(optimizer, parameter, 0, 0, clear_lp_grads=False)
+        assert not optimizer.fp32_groups_has_gradients[0][0]
+        for parameter.grad in gradients:
+            add(optimizer, parameter, 0, 0, clear_lp_grads=False)
+        assert parameter._hp_grad is optimizer.fp32_groups_gradients[0][0]
+        assert optimizer.fp32_groups_has_gradients[0][0]
+        results.append(parameter._hp_grad)
+    assert torch.equal(*results) and results[0].any()
 
 
 def test_the_gradient_of_taken_rows_goes_to_their_places():
