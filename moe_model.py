@@ -1644,7 +1644,7 @@ def deepspeed_engine(policy: Policy, settings: TrainSettings) -> deepspeed.DeepS
     return engine
 
 
-def add_gradient(optimizer, parameter: nn.Parameter, group: int, index: int, clear_lp_grads: bool) -> None:
+def add_gradient(optimizer, parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
     """Add a bfloat16 gradient to its float32 sum; takes the place of BF16_Optimizer._update_hp_grad().
 
     DeepSpeed copies the whole gradient to float32 first. In parts that stay in the cache of a CPU's core, the
