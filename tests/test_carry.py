@@ -6,11 +6,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+import torch
 from conftest import SMALL, train
 from helpers import FakeEngine, assert_same_run, make_completion, make_config, make_run, steps_of
 
 import train_rl
 from batch import UNFINISHED
+from experiments.bench.carried import predicted_gain, seconds_of, trained_by_tenth
 from extras import base
 
 GROUP_SIZE, NUM_PROMPTS = 4, 6  # of a step
@@ -119,3 +121,26 @@ def test_a_run_with_waiting_completions_resumes_exactly(tmp_path):
     done = train(*settings, f"run.dir={resumed}")
     assert done.returncode == 0 and "resumed from" in done.stdout + done.stderr, done.stderr[-3000:]
     assert_same_run(resumed, straight)
+
+
+# ---- the benchmark -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("groups, seconds, low, high", [
+    ([[50] * 8], (1, 0), 1, 1),  # equal lengths: nothing to gain
+    ([[10] * 8] * 9 + [[10] * 7 + [200]], (1, 0), 2, 5),  # one late completion in ten groups, free tokens
+    ([[10] * 8] * 9 + [[10] * 7 + [200]], (0, 1), 0.97, 1.03),  # each token costs: carrying saves none
+])  # fmt: skip
+def test_the_predicted_gain_of_carrying(groups, seconds, low, high):
+    assert low <= predicted_gain(groups, 16, 0.75, 2, seconds) <= high
+    rows = [
+        {"completion_tokens_max": a, "tokens_total": b, "seconds/rollout": a * 0.5 + b * 0.25}
+        for a, b in ((3, 9), (5, 11), (4, 30))
+    ]
+    assert seconds_of(rows) == pytest.approx((0.5, 0.25))
+
+
+def test_shares_of_trained_prompts_by_tenth():
+    lengths = torch.arange(100.0, 0, -1)
+    waiting = {"tried": torch.full((100,), 8.0), "mean_tokens": lengths, "solved": lengths % 9}
+    carrying = {"tried": (lengths <= 95) * 8.0}
+    shares = trained_by_tenth(waiting, carrying)
+    assert shares["length"] == [1.0] * 9 + [0.5] and sum(shares["pass rate"]) == pytest.approx(9.5)

@@ -1,0 +1,145 @@
+"""Compare rollouts that carry late groups (carry.share) with rollouts that wait for all, in turns.
+
+    python -m experiments.bench.carried --json carried.json           # chains, 4 rounds of 2 x 12 steps
+    python -m experiments.bench.carried --share 0.5 rollout.prompts_per_step=8
+
+The first run waits. From its lengths and seconds the gain of carrying is predicted before any run carries:
+rollouts of groups with these lengths are simulated, and a rollout takes a x (steps of the engine) + b x
+(tokens) seconds, with a and b fitted to the first run. Measured: groups trained per second of rollout. The
+second table has, for tenths of the prompts that the waiting run sampled, by length and by pass rate, the
+share that the carrying run has trained on: if no prompt starves, 1 but for groups that still wait.
+"""
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+
+from experiments.bench.common import ROOT, make_parser, markdown, spread, torchrun, with_range, write_results
+
+WARMUP_STEPS = 2
+NUM_SIMULATED = 300  # rollouts
+
+
+def simulate(groups: list[list[int]], num_groups: int, share: float, max_age: int) -> tuple[int, int, int]:
+    """Return engine steps, tokens and trained groups of rollouts of groups that are drawn with these lengths.
+
+    All completions of a rollout run at once, and each gets a token in every step of the engine.
+    """
+    random = Random(0)
+    waiting: list[tuple[int, list[int]]] = []  # (age, tokens that each completion still needs)
+    engine_steps = tokens = trained = 0
+    for _ in range(NUM_SIMULATED):
+        new = [(0, random.choice(groups)) for _ in range(num_groups - len(waiting))]
+        running = waiting + new
+        ends = sorted(max(rest) for _, rest in running)
+        late = [max(rest) for age, rest in running if age >= max_age]
+        length = max([ends[math.ceil(share * num_groups) - 1], *late])
+        engine_steps += length
+        tokens += sum(min(length, rest) for _, of_group in running for rest in of_group)
+        unfinished = [(age, rest) for age, rest in running if max(rest) > length]
+        waiting = [(age + 1, [max(0, need - length) for need in rest]) for age, rest in unfinished]
+        trained += len(running) - len(waiting)
+    return engine_steps, tokens, trained
+
+
+def predicted_gain(groups, num_groups: int, share: float, max_age: int, seconds: tuple) -> float:
+    """Return trained groups per second of carrying over waiting; seconds: of an engine step, of a token."""
+    rates = []
+    for fraction in (share, 1.0):
+        engine_steps, tokens, trained = simulate(groups, num_groups, fraction, max_age)
+        rates.append(trained / (seconds[0] * engine_steps + seconds[1] * tokens))
+    return rates[0] / rates[1]
+
+
+def seconds_of(rows: list[dict]) -> tuple[float, float]:
+    """Fit the seconds of an engine step and of a token, neither below 0, to the rollouts of a waiting run."""
+    table = np.array([(row["completion_tokens_max"], row["tokens_total"]) for row in rows], dtype=float)
+    seconds = np.array([row["seconds/rollout"] for row in rows])
+    both = np.linalg.lstsq(table, seconds, rcond=None)[0]
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    alone = seconds.mean() / table.mean(0)
+    return (float(alone[0]), 0.0) if both[1] < 0 else (0.0, float(alone[1]))
+
+
+def run_once(folder: Path, num_steps: int, settings: list[str]) -> list[dict]:
+    """Return the rows of metrics of a run on one rank."""
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [
+        *torchrun(1), str(ROOT / "train_rl.py"), "--config", "experiments/environments/chains.yaml",
+        f"run.dir={folder}", f"train.num_steps={num_steps}", "data.eval=[]", "run.log_every=1", *settings,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"the run failed:\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def groups_of(folder: Path) -> list[list[int]]:
+    """Return the lengths of each group in samples.jsonl, which has one group of every step."""
+    groups: dict[int, list[int]] = {}
+    for line in (folder / "samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        groups.setdefault(row["step"], []).append(row["num_tokens"])
+    return list(groups.values())
+
+
+def trained_by_tenth(waiting: dict, carrying: dict) -> dict[str, list[float]]:
+    """Return the share of prompts that a carrying run has trained on, by tenths of length and of pass rate.
+
+    Arguments: records of prompts (history.pt). Only prompts that the waiting run has sampled count.
+    """
+    sampled = waiting["tried"] > 0
+    trained = (carrying["tried"] > 0)[sampled].double()
+    keys = {"length": waiting["mean_tokens"], "pass rate": waiting["solved"] / waiting["tried"].clamp(min=1)}
+    return {
+        name: [trained[part].mean().item() for part in values[sampled].argsort(stable=True).tensor_split(10)]
+        for name, values in keys.items()
+    }
+
+
+def main() -> None:
+    """Predict the gain, run the rounds and print both tables."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--share", type=float, default=0.75, help="carry.share (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="pairs of runs (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, help="steps per run (default: %(default)s)")
+    args, settings = parser.parse_known_args()
+    scratch = Path(tempfile.mkdtemp())
+    rates: dict[str, list[float]] = {"wait": [], "carry": []}
+    histories = {}
+    predicted = math.nan
+    for number in range(args.rounds):
+        for name in ("wait", "carry"):
+            more = [f"train.seed={number}", *([f"carry.share={args.share}"] if name == "carry" else [])]
+            rows = run_once(scratch / name, args.steps, [*settings, *more])[WARMUP_STEPS:]
+            num_groups = [row["account/prompts_sampled"] for row in rows]
+            rates[name].append(sum(num_groups) / sum(row["seconds/rollout"] for row in rows))
+            (record,) = (scratch / name / "checkpoints").glob(f"*{args.steps:06d}/history.pt")
+            histories[name] = torch.load(record, weights_only=True)
+            if not number and name == "wait":
+                size = round(statistics.fmean(num_groups))
+                predicted = predicted_gain(groups_of(scratch / name), size, args.share, 2, seconds_of(rows))
+                print(f"predicted gain in trained groups per second: {predicted:.2f}", flush=True)
+    shutil.rmtree(scratch)
+    gains = [carry / wait for wait, carry in zip(rates["wait"], rates["carry"])]
+    figures = {"gain": spread(gains), **{name: spread(values) for name, values in rates.items()}}
+    tenths = trained_by_tenth(histories["wait"], histories["carry"])
+    rows = [[name, with_range(values, ".2f")] for name, values in figures.items()]
+    print("\n".join(markdown(["groups trained per second of rollout", "median (range)"], rows)))
+    rows = [[name, *(f"{share:.2f}" for share in shares)] for name, shares in tenths.items()]
+    print("\n".join(markdown(["share trained, last round", *map(str, range(1, 11))], rows)))
+    write_results(args.json, {"predicted": predicted, **figures, "trained": tenths})
+
+
+if __name__ == "__main__":
+    main()
