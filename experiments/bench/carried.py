@@ -22,6 +22,7 @@ from random import Random
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 
 from experiments.bench.common import ROOT, make_parser, markdown, spread, torchrun, with_range, write_results
 
@@ -63,12 +64,8 @@ def predicted_gain(groups, num_groups: int, share: float, max_age: int, seconds:
 def seconds_of(rows: list[dict]) -> tuple[float, float]:
     """Fit the seconds of an engine step and of a token, neither below 0, to the rollouts of a waiting run."""
     table = np.array([(row["completion_tokens_max"], row["tokens_total"]) for row in rows], dtype=float)
-    seconds = np.array([row["seconds/rollout"] for row in rows])
-    both = np.linalg.lstsq(table, seconds, rcond=None)[0]
-    if (both >= 0).all():
-        return float(both[0]), float(both[1])
-    alone = seconds.mean() / table.mean(0)
-    return (float(alone[0]), 0.0) if both[1] < 0 else (0.0, float(alone[1]))
+    per_step, per_token = nnls(table, np.array([row["seconds/rollout"] for row in rows]))[0]
+    return float(per_step), float(per_token)
 
 
 def run_once(folder: Path, num_steps: int, settings: list[str]) -> list[dict]:
