@@ -7,7 +7,7 @@ The first run waits. From its lengths and seconds the gain of carrying is predic
 rollouts of groups with these lengths are simulated, and a rollout takes a x (steps of the engine) + b x
 (tokens) seconds, with a and b fitted to the first run. Measured: groups trained per second of rollout. The
 second table has, for tenths of the prompts that the waiting run sampled, by length and by pass rate, the
-share that the carrying run has trained on: if no prompt starves, 1 but for groups that still wait.
+share that the carrying run has trained on after as many steps: even over the tenths if none starves.
 """
 
 import json
