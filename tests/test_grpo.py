@@ -265,6 +265,15 @@ def test_the_width_of_a_clip_is_over_the_logarithm_of_the_vocabulary(small_polic
     assert_close(statistics["clip_eps"], 0.3 * statistics["entropy"] / math.log(24), rtol=1e-5)
 
 
+def test_the_ratio_of_a_step_is_one_until_its_first_update(small_policy):
+    """Whatever an old-logprob pass has recorded; here, log-probabilities of -9."""
+    policy, config, batch = small_policy
+    batch.old_logprobs = torch.full(batch.response_mask.shape, -9.0)
+    batch.entropy = torch.ones(batch.response_mask.shape)
+    assert (statistics_of(policy, config, batch)["ratio"] == 1).all()
+    assert (statistics_of(policy, config, batch, num_updates=1)["ratio"] > 10).all()
+
+
 def test_a_rank_without_rows_takes_part_with_a_gradient_of_zero(small_policy):
     policy, config, batch = small_policy
     outputs = train_rl.forward_rows(policy, batch, [], config)
