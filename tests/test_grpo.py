@@ -152,6 +152,8 @@ def test_collate_shapes_and_values():
     assert_close(batch.rollout_logprobs, torch.tensor(rows))
     assert [batch.old_logprobs, batch.entropy, batch.ref_logprobs] == [None] * 3
     assert not hasattr(batch, "rewards") and not hasattr(batch, "advantages")
+    tied = Group(0, 0, judged(completions[:3], [verdicts[0], verdicts[0], verdicts[2]]))
+    assert collate([tied], prompts, [[7]]).is_tied.tolist() == [True, True, False], "a timeout is no tie"
 
 
 def test_a_rank_without_groups_has_a_batch_without_rows():
