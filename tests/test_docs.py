@@ -311,7 +311,7 @@ def test_a_file_and_function_of_a_page_exist(page):
 
 @pytest.mark.parametrize("page", OWN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_function_without_a_file_exists_somewhere(page):
-    """A name such as `sample_step` is one of the code; tables of records also name tasks of other packages."""
+    """A name such as `sample_step` is one of the code; tables of records may name tasks of other packages."""
     text = re.sub(r"```.*?```|<!-- report: module.*?\n\n", "", page.read_text(), flags=re.DOTALL)
     for code in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text):
         for name in code.split("."):
