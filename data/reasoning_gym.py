@@ -125,6 +125,8 @@ def make_part(
         prompts.add(row["prompt"])
         part.rows.append(row)
         num_of_answer[reference] += 1
+    if part.num_frequent:  # frequent answers came first, and the first rows are held out
+        random.Random(first).shuffle(part.rows)
     return part
 
 
