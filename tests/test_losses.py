@@ -52,7 +52,8 @@ CLIPS = {clip_mode: {"clip_mode": clip_mode} for clip_mode in AXES["clip_mode"]}
     "off_policy_mask": plugin("gain", "off_policy_mask.py:off_policy_mask", max_divergence=0.05),
 }
 ADVANTAGES = {adv_norm: {"adv_norm": adv_norm} for adv_norm in AXES["adv_norm"]} | {
-    name: plugin("advantage", f"{name}.py:{name}") for name in ("batch_std", "maxrl", "rloo")
+    name.partition(".")[0]: plugin("advantage", name)
+    for name in ("batch_std.py:batch_std", "maxrl.py:maxrl", "rloo.py:rloo")
 }
 UNCLIPPED = ("none", "sapo", "vespo")  # no token loses its gradient
 WEIGHTED = ("weight", "total_variation", "binary_kl", "vespo")  # gain sg[weight] A log pi
