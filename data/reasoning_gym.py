@@ -30,7 +30,7 @@ from data.stream import seed_of
 from verifiers import reasoning_gym
 
 MAX_CONSTANT_FRAC = 0.15  # of a task's rows that one constant answer solves, without a warning [ours]
-MAX_ITEM_S = 20.0  # a generator that takes longer costs a row
+MAX_ITEM_S = 60.0  # a generator that takes longer costs a row; one item of number_sequence:1 takes 17 s
 MAX_LATE = 2  # such rows, after which the task is refused
 DRAWS_PER_ROW = 5  # draws, for each wanted row, after which a task has no more prompts
 NUM_TRIED = 200  # rows on which constants are tried
