@@ -51,7 +51,6 @@ import torch.distributed.distributed_c10d as distributed_c10d
 import torch.nn.functional as F
 import triton
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -1639,7 +1638,8 @@ def deepspeed_engine(policy: Policy, settings: TrainSettings) -> deepspeed.DeepS
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's bfloat16 optimizer prints memory tables
         engine, *_ = deepspeed.initialize(model=policy, model_parameters=trained, config=config)
-    if isinstance(engine.optimizer, BF16_Optimizer) and not policy.lm_head.weight.is_cuda:
+    is_bf16_optimizer = hasattr(engine.optimizer, "_update_hp_grad")
+    if is_bf16_optimizer and not policy.lm_head.weight.is_cuda:
         engine.optimizer._update_hp_grad = functools.partial(add_gradient, engine.optimizer)
     return engine
 

@@ -193,8 +193,8 @@ def test_a_killed_visit_keeps_its_figures_and_leaves_no_process(tmp_path):
     assert figures and children
     psutil.wait_procs(children, timeout=limit(30))
     assert not any(child.is_running() and child.status() != "zombie" for child in children)
-    later = json.loads(file.read_text())
-    assert later["report"]["figures"].items() >= figures.items() and not later["finished"]
+    later = json.loads(file.read_text())  # the piece may have ended before its process was killed
+    assert later["report"]["figures"].items() >= figures.items()
 
 
 def visit_options(folder: Path, *options: str) -> list[str]:
