@@ -305,7 +305,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "KB": 13220,
     "files": 614,
     "modules, the root": 17,
-    "words of Markdown, docs": 24950,
+    "words of Markdown, docs": 25050,
     "words of Markdown, docs/silent_faults.md": 2915,
     "words of Markdown, experiments": 13200,
     "words of Markdown, kernels": 635,
