@@ -267,6 +267,8 @@ def main(argv: list[str] | None = None) -> None:
         num_parts = len(pairs_of(args.tasks, args.difficulty))
         num_test = max(num_parts, args.rows // 5) if args.test is None else args.test
         nums = (args.rows, num_test)
+        if not 0 < args.balance <= 1:
+            raise ValueError(f"--balance {args.balance:g}: a share above 0 and at most 1 is needed")
         train, test, lines = make_sets(args.tasks, args.difficulty, *nums, args.seed, args.balance)
     except (ImportError, ValueError) as error:
         parser.error(str(error))

@@ -189,7 +189,8 @@ def test_constants_repeats_and_failures_are_reported(monkeypatch, capsys, tmp_pa
     [
         ("gdc", "gcd"), ("gcd --difficulty 99", "0 to 3"), ("acre --difficulty 0", "none"),
         ("knight_swap --difficulty 0", "min_nodes"), ("zebra_puzzles", "pycosat"), ("coin_flip", "accepts 0"),
-        ("gcd --rows 0", "--rows 0"), ("gcd:x", "lcm:2"), ("gcd lcm --difficulty 0 1 --rows 3", "4 tasks"),
+        ("gcd --rows 0", "--rows 0"), ("gcd --balance 8", "--balance 8"), ("gcd:x", "lcm:2"),
+        ("gcd lcm --difficulty 0 1 --rows 3", "4 tasks"),
     ],
 )  # fmt: skip
 def test_bad_options_are_one_sentence(options, words, capsys, tmp_path):
