@@ -29,7 +29,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]  # of up to a day
-Weeks = Annotated[float, Field(gt=0, le=2e6)]  # seconds of up to three weeks
+SecondsUpToWeeks = Annotated[float, Field(gt=0, le=2e6)]  # of up to three weeks
 Count = Annotated[int, Field(ge=1)]
 CountOr0 = Annotated[int, Field(ge=0)]
 CountOrNull = Annotated[int | None, Field(ge=1)]
@@ -967,12 +967,12 @@ class RunSettings(Section):
         "trackers that receive the metrics in addition to metrics.jsonl, by accelerate's names, for example "
         "wandb or mlflow",
     )
-    warn_s: Weeks = setting(
+    warn_s: SecondsUpToWeeks = setting(
         300.0,
         "warn after a rank has waited this many seconds for another rank, naming it; then double the "
         "interval",
     )
-    timeout_s: Weeks = setting(
+    timeout_s: SecondsUpToWeeks = setting(
         1800.0,
         "abort after a rank has waited this many seconds for another rank, and print the other rank's stacks",
     )

@@ -92,7 +92,14 @@ from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewa
 from runtime.learning_rate import learning_rate, set_learning_rate
 from runtime.memory import return_freed_memory
 from runtime.metrics import UpdateWork, batch_metrics, mismatch_statistics, old_pass_metrics, prompt_account
-from runtime.schedule import deal_groups, exchange, longest_first, micro_batches_of, sequence_lengths
+from runtime.schedule import (
+    deal_groups,
+    exchange,
+    from_all_ranks,
+    longest_first,
+    micro_batches_of,
+    sequence_lengths,
+)
 from sampling import generate, requests_of, rollout_number, set_expected_costs
 from settings import (
     MAX_ENTROPY_GROUPS,
@@ -323,9 +330,8 @@ def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
     finished = [group for group, _ in local_jobs if group.is_finished]
     for extra in active(run.config):
         extra.keep(run, [group for group, _ in local_jobs])
-    gathered: list[list[GroupOutcome]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, [outcome_of(group, run.config) for group in finished])
-    return sorted(sum(gathered, []), key=lambda outcome: outcome.slot)
+    outcomes = from_all_ranks([outcome_of(group, run.config) for group in finished])
+    return sorted(sum(outcomes, []), key=lambda outcome: outcome.slot)
 
 
 def deal_jobs(jobs: list[Job]) -> None:

@@ -115,7 +115,7 @@ class Prompt:
 
     @property
     def task(self) -> str | None:
-        """Return the row's column `task`, by which evaluations group; None without a short text in it."""
+        """Return the short text in the row's column `task`, by which evaluations group, or None."""
         task = self.columns.get("task")
         return task if isinstance(task, str) and 0 < len(task) <= 40 else None
 

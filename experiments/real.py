@@ -257,7 +257,7 @@ ROWS = {
 }
 
 
-def spread(values: list[float], form: str = ".3g") -> str:
+def mean_with_range(values: list[float], form: str = ".3g") -> str:
     """Format the mean and, in brackets, the range of values."""
     mean, low, high = (format(value, form) for value in (sum(values) / len(values), min(values), max(values)))
     return mean if low == high else f"{mean} ({low}-{high})"
@@ -274,16 +274,17 @@ def table_lines(data: dict | list[dict]) -> list[str]:
             for when in ("before", "after")
         ]
         if pairs[0][0] is not None:
-            rows.append([label, *map(spread, pairs)])
+            rows.append([label, *map(mean_with_range, pairs)])
     seconds = summaries[0]["seconds_by_phase"]
     phases = ", ".join(f"{name} {value / 60:.1f}" for name, value in seconds.items() if value >= 30)
+    tokens = [summary["generated_tokens"] for summary in summaries]
     minutes = [sum(summary["seconds_by_phase"].values()) / 60 for summary in summaries]
     rows += [
-        ["steps", "", spread([summary["num_steps"] for summary in summaries], ".0f")],
-        ["generated tokens", "", spread([summary["generated_tokens"] for summary in summaries], ",.0f")],
-        [f"minutes on two cores ({phases})", "", spread(minutes, ".0f")],
+        ["steps", "", mean_with_range([summary["num_steps"] for summary in summaries], ".0f")],
+        ["generated tokens", "", mean_with_range(tokens, ",.0f")],
+        [f"minutes on two cores ({phases})", "", mean_with_range(minutes, ".0f")],
         ["peak memory of both ranks", "",
-         f"{spread([summary['peak_rss_bytes'] / 2**30 for summary in summaries], '.1f')} GiB"],
+         f"{mean_with_range([summary['peak_rss_bytes'] / 2**30 for summary in summaries], '.1f')} GiB"],
     ]  # fmt: skip
     title = f"{records[0]['num_prompts']} held-out prompts"
     return markdown([title + (f", {len(records)} seeds" if records[1:] else ""), "before", "after"], rows)
@@ -299,7 +300,7 @@ def task_lines(data: dict | list[dict]) -> list[str]:
         constant = summaries[0]["best_constant_by_task"][task]
         columns = [[summary[name][task] for summary in summaries] for name in names]
         gains = [after - max(before, constant) for before, after in zip(*columns[:2])]
-        cells = [spread(values, ".2f") for values in (*columns, gains)]
+        cells = [mean_with_range(values, ".2f") for values in (*columns, gains)]
         rows.append([f"`{task}`", num, f"{constant:.2f}", *cells])
     heads = ["task", "prompts", "best constant", "pass@1 before", "pass@1 after", "greedy after", "gain"]
     return markdown(heads, rows)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from batch import UNFINISHED, Completion, Group, Job, Prefix, Request, RolloutBatch
 from extras.base import Extra, Launch
+from runtime.schedule import from_all_ranks
 
 
 @dataclass
@@ -91,10 +92,10 @@ class Carry(Extra):
         """Return the waiting groups of all ranks as jobs, oldest first. Collective."""
         carried = run.extras["carry"]
         local = [(w.age, w.group.prompt_index, unfinished_of(w.group)) for w in carried.waiting]
-        gathered: list[list] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, local)
         entries = [
-            (*entry, rank, i) for rank, of_rank in enumerate(gathered) for i, entry in enumerate(of_rank)
+            (*entry, rank, i)
+            for rank, of_rank in enumerate(from_all_ranks(local))
+            for i, entry in enumerate(of_rank)
         ]
         entries.sort(key=lambda entry: -entry[0])  # stable: by rank and position at equal age
         jobs = []
@@ -139,9 +140,7 @@ class Carry(Extra):
         carried = run.extras["carry"]
         groups = [group for group in groups if not group.is_finished]
         carried.waiting = [Waiting(group, carried.ages.get(group.slot, 0) + 1) for group in groups]
-        gathered = [0] * dist.get_world_size()
-        dist.all_gather_object(gathered, len(groups))
-        carried.num_waiting = sum(gathered)
+        carried.num_waiting = sum(from_all_ranks(len(groups)))
 
     def after_rollout(self, run, batch: RolloutBatch, groups: list[Group]) -> None:
         """Measure the ages of the trained tokens, in steps."""

@@ -33,13 +33,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from batch import Group, Job, Prefix, Request, RolloutBatch, Version
 from data.stream import seed_of
 from extras.base import Extra, Launch
-from runtime.schedule import exchange
+from runtime.schedule import exchange, from_all_ranks
 
 LARGEST_VOCAB = 4096  # of which all log-probabilities are kept, 8 bytes each for every token of a draft
 
@@ -93,8 +92,7 @@ class Drafts:
 
         A draft stays on the rank that sampled it until a rank asks, and is used once.
         """
-        gathered: list[list] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, places)
+        gathered = from_all_ranks(places)
         parcels: list[list] = [[] for _ in gathered]
         for place, rank in sorted((place, r) for r, of_rank in enumerate(gathered) for place in of_rank):
             slot, sample, prompt = place

@@ -4,15 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import moe_model
-from configure import load_config
 from experiments.bench import real_step
 
-DEMO = load_config(["--config", str(ROOT / "experiments" / "environments" / "demo.yaml")])
 SIZES = {
     "vocab_size": 98, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64,
