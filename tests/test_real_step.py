@@ -46,6 +46,7 @@ def test_ratios_of_a_real_step_are_taken_within_a_round():
     def steps(step: float, update: float, flop: float) -> list[dict]:
         warm_up = {"step": 99.0, "tokens": 1.0, "update": 99.0, "flop": 1.0, "busiest_rank": 1.0}
         measured = {"step": step, "tokens": 60.0, "update": update, "flop": flop, "busiest_rank": 1.25}
+        measured |= {"rollout": 3.0, "decode_flop": flop}
         return [warm_up, measured]
 
     def one_round(slowness: float, rate: float) -> dict:
@@ -55,7 +56,7 @@ def test_ratios_of_a_real_step_are_taken_within_a_round():
             "trl": [{"step": 1.0, "tokens": 1.0}, {"step": 40 * slowness, "tokens": 120.0}],
             "trl_bf16": [{"step": 1.0, "tokens": 1.0}, {"step": 30 * slowness, "tokens": 120.0}],
         }
-        return {"rates": {"alone": rate}, "runs": runs}
+        return {"rates": {"alone": rate, "decoding_alone": 2 * rate}, "runs": runs}
 
     data = {"rounds": [one_round(1.0, 5.0), one_round(2.0, 10.0)]}
     assert real_step.update_over_bound(data) == {"dense": 1.875, "moe": 2.25}
@@ -66,6 +67,7 @@ def test_ratios_of_a_real_step_are_taken_within_a_round():
     assert cells["tokens/s / tokens/s of `trl`"][0] == "2.00 (2.00-2.00)"
     assert cells["update / bound"][:2] == ["1.88 (1.25-2.50)", "2.25 (1.50-3.00)"]
     assert cells["update / bound of the busiest rank"][0] == "1.50 (1.00-2.00)"
+    assert cells["rollout / bound"][:2] == ["2.25 (1.50-3.00)", "1.12 (0.75-1.50)"]
     assert cells["update / update of `dense`, divided by the same ratio of FLOP"][1] == "1.20 (1.20-1.20)"
 
 

