@@ -23,6 +23,8 @@ if needed, with the prompts beside them (starts.py). If data/built lacks the mod
 environment, prepare.sh of the study or experiments/prepare.sh builds both first. The commands in the study's
 README make all other files. model.ep_size is that of the record.
 
+If the study declares task instances, seed S reads those of its number, for example data/built/habits_3.
+
 A row may name kept weights, for example `model: {path: experiments/starts/habits/model}`. Before any run they
 are brought from history if they have left the tree, and their files are compared with their digests.
 """
@@ -108,11 +110,35 @@ def plan(args: argparse.Namespace) -> list[Run]:
         for path in args.rows:
             folder = from_root(args.out) / path.stem / f"seed_{seed}"
             settings = [f"run.dir={folder}", f"train.seed={seed}"]
-            settings += [] if args.row else [f"model.ep_size={args.ranks}"]  # recorded_settings() has it
+            if not args.row:  # the recorded settings have both
+                settings += [f"model.ep_size={args.ranks}", *instance_settings(path, script, seed)]
             arguments = ("--config", str(from_root(path)), *settings, *args.settings)
             log = folder.with_name(f"seed_{seed}.log")
             runs.append(Run(path.stem, seed, folder, log, script, arguments))
     return runs
+
+
+def instance_settings(row: Path, script: Path, seed: int) -> list[str]:
+    """Return the settings that move a row to the task instance of its seed, if declared.json has `instances`.
+
+    Every path below data/built/RECIPE becomes one below data/built/RECIPE_N, N = seed // seeds_each; instance
+    0 has no number.
+    """
+    file = row.parent / "declared.json"
+    instances = json.loads(file.read_text()).get("instances") if file.is_file() else None
+    number = seed // instances["seeds_each"] if instances else 0
+    if not number:
+        return []
+    config = load_script(ROOT / script).load_config(["--config", str(row)])
+    texts: dict[str, str] = {}
+    for section, values in config.model_dump(mode="json", exclude_defaults=True).items():
+        if isinstance(values, dict):
+            texts |= {f"{section}.{key}": json.dumps(value) for key, value in values.items()}
+        else:  # stages
+            texts[section] = json.dumps(values)
+    recipe = instances["recipe"]
+    moved = {name: text.replace(f"/{recipe}/", f"/{recipe}_{number}/") for name, text in texts.items()}
+    return [f"{name}={moved[name]}" for name in texts if moved[name] != texts[name]]
 
 
 def command(run: Run, ranks: int) -> list[str]:

@@ -88,6 +88,7 @@ def rollout_metrics(
     invalid = sum(int((ids[:, 0, 0] == invalid_route).sum()) for ids in routes)
     topk = [c.topk_logprobs for c in completions if c.topk_logprobs is not None]
     topk_mass = exact_sum(x.exp().sum().item() for x in topk)
+    num_distinct = sum(len({tuple(c.token_ids) for c in group.completions}) for group in groups)
     measured = {"topk_mass": (topk_mass, sum(map(len, topk)))} if topk else {}
     return measured | {
         "score": (exact_sum(o.score_sum for o in outcomes), sum(o.valid for o in outcomes)),
@@ -97,6 +98,7 @@ def rollout_metrics(
         "invalid_routes_frac": (invalid, sum(len(ids) for ids in routes)),
         "tokens_total": (sum(lengths), 1),
         "completion_tokens": (sum(lengths), num),
+        "distinct_frac": (num_distinct, num),
         "completion_tokens_max": (max(lengths, default=0), 1),
         "completion_seconds": (sum(c.seconds for c in completions), num),
         "completion_seconds_max": (max((c.seconds for c in completions), default=0.0), 1),

@@ -84,8 +84,9 @@ def test_metrics_of_a_rollout_counted_by_hand(monkeypatch):
         "zero_variance/all_right_frac": 1 / 4, "zero_variance/all_wrong_frac": 1 / 4,
         "invalid_routes_frac": 3 / 10, "tokens_total": 29, "completion_tokens": 29 / 8,
         "completion_tokens_max": 6, "completion_seconds": 12 / 8, "completion_seconds_max": 9,
-        "cut_at_limit_frac": 3 / 8, "verdict/ok_frac": 3 / 8, "verdict/wrong_frac": 1 / 8,
-        "verdict/no_answer_frac": 1 / 8, "verdict/timeout_frac": 3 / 8, "verdict/error_frac": 0,
+        "cut_at_limit_frac": 3 / 8, "distinct_frac": 6 / 8, "verdict/ok_frac": 3 / 8,
+        "verdict/wrong_frac": 1 / 8, "verdict/no_answer_frac": 1 / 8,
+        "verdict/timeout_frac": 3 / 8, "verdict/error_frac": 0,
     })  # fmt: skip
     for part, share in ((None, 3 / 4), ("math", 1), ("exact", 3 / 4)):  # a part without variance decides
         groups[0][0].completions = judged(first, [replace(v, parts={"math": 0.5}) for v in (ok, half)])

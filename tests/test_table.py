@@ -149,6 +149,23 @@ def random_table(tmp_path) -> tuple[Path, dict[str, list[list[dict]]]]:
     return root, logs
 
 
+@pytest.mark.parametrize("seed, number", [(0, ""), (1, ""), (2, "_1"), (7, "_3")])
+def test_a_seed_reads_its_declared_task_instance(seed, number, tmp_path):
+    sets = {"train": [{"path": "data/built/sums/a.jsonl", "template": "data/built/sums {prompt}"}]}
+    stages = [{"name": "first", "until": {"steps": 1}}, {"name": "second", "data": sets}]
+    row = {"data": sets, "model": {"path": "data/built/other/model"}, "stages": stages}
+    (tmp_path / "row.yaml").write_text(yaml.safe_dump(row))
+    declared = {"instances": {"recipe": "sums", "seeds_each": 2}}
+    (tmp_path / "declared.json").write_text(json.dumps(declared))
+    settings = run.instance_settings(tmp_path / "row.yaml", Path("train_rl.py"), seed)
+    config = load_config(["--config", str(tmp_path / "row.yaml"), *settings])
+    dump = config.model_dump(mode="json")
+    for source in dump["data"]["train"][0], dump["stages"][1]["data"]["train"][0]:
+        assert source["path"] == f"data/built/sums{number}/a.jsonl"
+        assert source["template"] == "data/built/sums {prompt}"
+    assert config.model.path == "data/built/other/model"
+
+
 def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
     root, logs = random_table
     table, printed = make(root, "--parent", "grpo", capsys=capsys)
