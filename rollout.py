@@ -43,6 +43,7 @@ from runtime.schedule import CacheRoom, WaitingLine
 from settings import RolloutSettings
 from vllm_worker import (
     compare_weights_in_worker,
+    draw_seeded_tokens,
     kernels_in_worker,
     load_weights_in_worker,
     switch_capture_in_worker,
@@ -755,6 +756,8 @@ def start_vllm(options: dict, captures_routes: bool):
     from vllm import LLM, EngineArgs
 
     refuse_beside_graphs_of_experts()
+    if not torch.cuda.is_available():
+        draw_seeded_tokens()
     if captures_routes:
         if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(EngineArgs)}:
             raise ValueError(f"this vLLM does not return routed experts: {WITHOUT_ROUTES}")

@@ -5,7 +5,7 @@ process, so that tensors are passed by reference. Tensors have the names of a Hu
 engine_name() maps a tensor to the fused parameter of vLLM that stores its values. For example, q_proj,
 k_proj and v_proj of a layer are stored in qkv_proj.
 
-Reading order: switches and descriptions, loading (load_weights_in_worker), names, checksums
+Reading order: switches and descriptions, sampling on CPUs, loading (load_weights_in_worker), names, checksums
 (compare_weights_in_worker).
 """
 
@@ -53,6 +53,64 @@ def kernels_in_worker(worker) -> str:
             classes["linear"].add(type(getattr(method, "fp8_linear", method)).__name__)
     layers = [f"{layer} {' and '.join(sorted(names))}" for layer, names in classes.items() if names]
     return f"vLLM computes {', '.join(layers)}"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Sampling on CPUs
+# ------------------------------------------------------------------------------------------------------------
+SMALL_VOCAB = (
+    4096  # tokens for which samples are drawn by vLLM's noise, so that recorded runs keep their bits
+)
+BLOCK = 256  # tokens whose probabilities are added first
+
+
+def draw_seeded_tokens() -> None:
+    """Let vLLM on CPUs draw the tokens of seeded requests without noise for every token of the vocabulary.
+
+    vLLM draws exponential noise for the whole vocabulary twice, once for all requests and once more for each
+    request with a seed: half of the time of a rollout of SmolLM2 (49,152 tokens, 32 requests). Here a request
+    takes one uniform number from its generator, or in a small vocabulary vLLM's second noise alone.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler as ops
+
+    def forward(sampler, logits_BV, generators, k, p):
+        if len(generators) < len(logits_BV) or sampler.logprobs_mode != "processed_logprobs":
+            return sampler.forward_of_vllm(logits_BV, generators, k, p)
+        logits_BV = ops.apply_top_k_top_p(logits_BV, k, p)
+        logprobs_BV = logits_BV.log_softmax(dim=-1, dtype=torch.float32)
+        probs_BV = logits_BV.softmax(dim=-1, dtype=torch.float32)
+        ordered = [generators[row] for row in range(len(probs_BV))]
+        if probs_BV.shape[1] <= SMALL_VOCAB:
+            noise_BV = torch.stack([torch.empty_like(probs_BV[0]).exponential_(generator=g) for g in ordered])
+            return ops.sample_with_exponential_noise(probs_BV, noise_BV), logprobs_BV
+        u_B = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in ordered])
+        return tokens_at(probs_BV, u_B), logprobs_BV
+
+    if not hasattr(ops.TopKTopPSampler, "forward_of_vllm"):  # else another engine of this process did it
+        ops.TopKTopPSampler.forward_of_vllm = ops.TopKTopPSampler.forward_cpu
+        ops.TopKTopPSampler.forward_cpu = forward
+
+
+def tokens_at(probs_BV: Tensor, u_B: Tensor) -> Tensor:
+    """Return the token of each row at which the cumulative probability exceeds u times its total.
+
+    u_B: float64 in [0, 1). Sums over tokens are float64 and made in two levels. A token with probability 0 is
+    never returned.
+    """
+    blocks_BNK = F.pad(probs_BV, (0, -probs_BV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    ends_BN = blocks_BNK.sum(-1, dtype=torch.float64).cumsum(-1)
+    target_B = u_B * ends_BN[:, -1]
+    rows = torch.arange(len(probs_BV))
+    block_B = first_above(ends_BN, target_B)
+    inner_BK = blocks_BNK[rows, block_B].double().cumsum(-1)
+    start_B = ends_BN[rows, block_B] - inner_BK[:, -1]
+    return block_B * BLOCK + first_above(inner_BK, target_B - start_B)
+
+
+def first_above(sums_BN: Tensor, target_B: Tensor) -> Tensor:
+    """Return the first position of each row whose cumulative sum exceeds the target, whatever is rounded."""
+    last_B = torch.nextafter(sums_BN[:, -1], torch.zeros_like(target_B))
+    return torch.searchsorted(sums_BN, target_B.clamp(min=0).minimum(last_B)[:, None], right=True)[:, 0]
 
 
 # ------------------------------------------------------------------------------------------------------------

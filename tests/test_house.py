@@ -307,7 +307,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "modules, the root": 17,
     "words of Markdown, docs": 25050,
     "words of Markdown, docs/silent_faults.md": 2915,
-    "words of Markdown, experiments": 13200,
+    "words of Markdown, experiments": 13800,
     "words of Markdown, kernels": 635,
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,

@@ -21,6 +21,7 @@ from moe_model import hf_tensors, pack
 from rollout import RolloutEngine, TurnLine, set_vllm_environment, stops_of
 from settings import RolloutSettings
 from tests import preloaded
+from vllm_worker import tokens_at
 
 pytestmark = pytest.mark.slow(process="others")
 NUMBERS = ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))
@@ -169,6 +170,37 @@ def test_a_sample_depends_on_its_seed_and_not_on_the_batch(engine, tokenizer):
     together = token_ids(engine.generate(requests, 0))
     assert together[:4] == [engine.generate([request], 0)[0].token_ids for request in requests[:4]]
     assert len(set(map(tuple, together[:4]))) > 1, "completions of a prompt with other seeds should differ"
+
+
+def drawn(sampler, seeds: list[int], logits_V, top_k: int | None = None):
+    """Return the tokens that seeded requests draw from the same logits, and their log-probabilities."""
+    generators = {row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds)}
+    k = None if top_k is None else torch.full((len(seeds),), top_k)
+    return sampler(logits_V.repeat(len(seeds), 1), generators, k, None)
+
+
+@pytest.mark.parametrize("vocab_size, top_k", [(98, None), (98, 5), (4097, None), (4097, 5), (49152, None)])
+def test_seeded_requests_draw_from_the_engines_probabilities(vocab_size, top_k, engine):
+    """In a small vocabulary as vLLM does; else by one uniform number, compared with one cumulative sum."""
+    from vllm.v1.sample.ops import topk_topp_sampler as ops
+
+    sampler = ops.TopKTopPSampler("processed_logprobs")
+    logits_V = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 3
+    logits_V[1::2] = -torch.inf
+    seeds = list(range(300))
+    tokens, logprobs = drawn(sampler, seeds, logits_V, top_k)
+    assert logits_V[tokens].isfinite().all()
+    assert torch.equal(drawn(sampler, seeds[7:8], logits_V, top_k)[0], tokens[7:8])
+    if vocab_size == 98:
+        theirs, same = drawn(sampler.forward_of_vllm, seeds, logits_V, top_k)
+        assert torch.equal(tokens, theirs) and torch.equal(logprobs, same)
+        return
+    sums_V = logprobs[0].double().exp().cumsum(0)
+    u = [torch.rand((), generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds]
+    assert tokens.tolist() == [int((sums_V <= x * sums_V[-1]).sum()) for x in u]
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    finite = logprobs[0].isfinite().nonzero()
+    assert tokens_at(logprobs[:2].exp(), ends).tolist() == [finite[0], finite[-1]]
 
 
 def test_completions_end_at_eos_or_at_the_limit_and_are_reported_as_they_end(engine, tokenizer):
