@@ -42,11 +42,6 @@ first answer is better than the second, as good or worse:\nVerdict: Better|Tie|W
 # ------------------------------------------------------------------------------------------------------------
 # Scalar judges
 # ------------------------------------------------------------------------------------------------------------
-def beginning_of_texts(tokenizer) -> str:
-    """Return the token that a tokenizer adds before every text, for example "<s>"; "" if there is none."""
-    return "".join(tokenizer.convert_ids_to_tokens(tokenizer("")["input_ids"][:1]))
-
-
 class ScalarJudge:
     """Score prompt + completion with a Hugging Face sequence classifier that has one label.
 
@@ -91,7 +86,8 @@ class ScalarJudge:
         text_config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token before padding
         text_config.use_cache = False  # keys and values would fill gigabytes, although each text is read once
         # A prompt rendered by a chat template may begin with the token that the tokenizer adds to every text.
-        self.added = beginning_of_texts(tokenizer)
+        added_ids = tokenizer("")["input_ids"][:1]
+        self.added = "".join(tokenizer.convert_ids_to_tokens(added_ids))  # for example "<s>"; "" for none
         self.batch_size = batch_size
         self.max_tokens = max_tokens
         self.margin = margin

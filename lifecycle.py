@@ -178,7 +178,8 @@ def set_up(config: Config) -> Run | None:
     data = prepare_data(resolved, checkpoint, state, accelerator.device)
     launch = data.launch
     loaded = launch.loaded
-    evaluates = begins_with_evaluation(state, launch.configs, loaded)
+    stage = state.stage.number
+    evaluates = bool(loaded.eval_sets) and evaluation_is_due(state, launch.configs[stage])
     record_launch(config, record, loaded, resolved, evaluates, launch.models())
     start_trackers(accelerator, resolved, state.step)
     with clock("setup"):
@@ -186,7 +187,7 @@ def set_up(config: Config) -> Run | None:
         history = PromptHistory.from_offline(data.offline_scores, launch.configs[0].rollout.group_size)
         if checkpoint:
             history = resume(checkpoint, models["trainer"], history, loaded.train, resolved)
-    stage = state.stage.number
+    generation = data.model_dir / "generation_config.json"
     run = Run(
         config=launch.configs[stage], run_config=resolved, stage_configs=launch.configs,
         offers=launch.offers[stage], stage_offers=launch.offers, lock=lock, accelerator=accelerator,
@@ -194,7 +195,8 @@ def set_up(config: Config) -> Run | None:
         tokenizer=launch.tokenizer,
         prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, pool=data.pool,
         interaction=data.interaction, extras=launch.extras, signals=listen(resolved),
-        generation_config=read_generation_config(data.model_dir), progress=progress_bar(resolved, state),
+        generation_config=generation.read_text() if generation.is_file() else None,
+        progress=progress_bar(resolved, state),
         **models,
     )  # fmt: skip
     if checkpoint:
@@ -806,12 +808,6 @@ def progress_bar(config: Config, state: TrainState) -> tqdm:
     )  # fmt: skip
 
 
-def read_generation_config(model_dir: Path) -> str | None:
-    """Return the text of generation_config.json, or None if the file is missing."""
-    file = model_dir / "generation_config.json"
-    return file.read_text() if file.is_file() else None
-
-
 def listen(config: Config) -> Signals:
     """Return the record of received signals, with handlers installed if run.on_signal is checkpoint."""
     signals = Signals()
@@ -828,11 +824,6 @@ def evaluation_is_due(state: TrainState, config: Config) -> bool:
     every = config.eval.every
     is_scheduled = state.step == 0 or (every > 0 and state.step % every == 0)
     return state.evaluated_step < state.step and (is_scheduled or state.is_last(config))
-
-
-def begins_with_evaluation(state: TrainState, configs: list[Config], loaded: LoadedSets) -> bool:
-    """Tell whether a launch evaluates before its first step, by the settings of the current stage."""
-    return bool(loaded.eval_sets) and evaluation_is_due(state, configs[state.stage.number])
 
 
 def evaluation_requests(eval_sets: EvalSets, config: Config) -> tuple[list[Request], list[Prompt]]:

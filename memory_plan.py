@@ -226,24 +226,22 @@ def largest_parameter(config: PretrainedConfig, settings: ModelSettings) -> int:
     return max(config.vocab_size * config.hidden_size, gate_up)
 
 
-def pinned_bytes(num_bytes: int) -> int:
-    """Return the bytes of a pinned allocation: torch rounds up to a power of two, for example 5 GiB to 8."""
-    return 1 << (num_bytes - 1).bit_length()
-
-
 def offloaded_bytes(counts: ParameterCounts, settings: ModelSettings, num_ranks: int) -> int:
     """Return the bytes of host memory that train.offload_optimizer takes for a rank.
 
     For each parameter of the rank's share the host holds the float32 weight, the gradient, AdamW's two moving
     averages, and the updated weight in the policy's dtype. A float32 policy also sums its gradients on the
-    host. Everything but the averages is pinned, in one tensor for experts and one for all other parameters.
+    host. Everything but the averages is pinned, in one tensor for experts and one for all other parameters;
+    torch rounds a pinned tensor up to a power of two, for example 5 GiB to 8.
     counts: of the trained parameters.
     """
     itemsize = itemsize_of(settings)
     pinned_sizes = (4, 4, itemsize) if itemsize == 2 else (4, 4, itemsize, 4)
     shares = (counts.experts // num_ranks, (counts.embeddings + counts.others) // num_ranks)
     return sum(
-        8 * share + sum(pinned_bytes(size * share) for size in pinned_sizes) for share in shares if share
+        8 * share + sum(1 << (size * share - 1).bit_length() for size in pinned_sizes)
+        for share in shares
+        if share
     )
 
 

@@ -361,12 +361,6 @@ def build(recipe: Recipe, output: Path, model: Path | None = None) -> bool:
     return build_once(output, key, "data.tiny", lambda folder: write_task(recipe, folder, model))
 
 
-def read_recipe(folder: Path) -> dict:
-    """Return recipe.json of a folder that build_once() has built; {} without the file."""
-    file = folder / "recipe.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
-
-
 def build_once(output: Path, key: str, tool: str, write: Callable[[Path], dict]) -> bool:
     """Build a folder unless the folder has the same key; return True if it was built.
 
@@ -379,7 +373,8 @@ def build_once(output: Path, key: str, tool: str, write: Callable[[Path], dict])
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.with_name(f".{output.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        earlier = read_recipe(output)
+        file = output / "recipe.json"
+        earlier = json.loads(file.read_text()) if file.is_file() else {}
         if earlier.get("key") == key:
             return False
         is_replaced = bool(earlier) and earlier.get("tool", tool) == tool

@@ -48,6 +48,7 @@ from pydantic import ValidationError
 
 from data.formats import find_files, is_saved_to_disk
 from data.prompts import DataSettings, Prompt, PromptSource
+from experiments.bench.common import replace_text, write_json
 from experiments.page.build import (
     build_page,
     finite,
@@ -445,19 +446,6 @@ def add_trainer_outputs(policy, rows: list[dict], args: argparse.Namespace) -> N
 # ------------------------------------------------------------------------------------------------------------
 # Files
 # ------------------------------------------------------------------------------------------------------------
-def write_aside(path: Path | None, text: str) -> None:
-    """Write a file atomically; do nothing if the path is None."""
-    if path is not None:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-
-
-def as_jsonl(rows: list[dict]) -> str:
-    """Write rows as JSONL in ASCII; NaN and infinities, which JSON lacks, become null."""
-    return "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
-
-
 def evaluation_header(result: dict) -> dict:
     """Return the header of an evaluation's page: figures, tables and settings."""
     figures = result["figures"]
@@ -625,16 +613,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     files = [file.resolve() for file in (args.json, args.html, args.completions) if file is not None]
     if len(set(files)) < len(files):
         raise ValueError("--json, --html and --completions must be different files")
-    prepare_outputs(files)
-    return args
-
-
-def prepare_outputs(files: list[Path]) -> None:
-    """Make the folders of output files; ValueError for an output that is a folder, before work is lost."""
-    for file in files:
+    for file in files:  # at once, before work is lost
         if file.is_dir():
             raise ValueError(f"{file} is a folder; name a file for the output")
         file.parent.mkdir(parents=True, exist_ok=True)
+    return args
 
 
 def refuse_overwriting(args: argparse.Namespace, sources: list[PromptSource]) -> None:
@@ -768,7 +751,7 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     if rows:
         write_results(args, result, rows)
         if args.html:
-            write_aside(args.html, evaluation_page(result, rows, tokenizer))
+            replace_text(args.html, evaluation_page(result, rows, tokenizer))
         report(args, result)
 
 
@@ -924,8 +907,9 @@ def write_results(args: argparse.Namespace, result: dict, rows: list[dict]) -> N
         result |= {"figures": figures, "accuracy_by_task": by_task, "mismatch": mismatch_figures(rows)}
         failed = sorted((row for row in rows if row["status"] in FAILED), key=lambda row: row["by_text"])
         result["first_failure"] = f"{failed[0]['status']}: {failed[0]['detail']}" if failed else None
-        write_aside(args.json, json.dumps(finite(result), indent=1) + "\n")
-        write_aside(args.completions, as_jsonl(rows))
+        write_json(args.json, finite(result))
+        lines = [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]
+        replace_text(args.completions, "".join(lines))
 
 
 def evaluation_page(result: dict, rows: list[dict], tokenizer) -> str:
@@ -954,7 +938,7 @@ def report(args: argparse.Namespace, result: dict) -> None:
 def main(args: argparse.Namespace) -> None:
     """Evaluate --model, or make the page of --run."""
     if args.run is not None:
-        write_aside(args.html, samples_page(*args.run))
+        replace_text(args.html, samples_page(*args.run))
         print(f"{args.html}: {args.html.stat().st_size / 1e6:.1f} MB")
         return
     import torch.distributed as dist

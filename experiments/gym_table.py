@@ -18,8 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
 
 from data import reasoning_gym as rows_of_tasks
-from experiments.bench.common import markdown, torchrun
-from experiments.evaluate import write_aside
+from experiments.bench.common import markdown, replace_text, torchrun, write_json
 from runtime.launch import leave, run
 from verifiers import reasoning_gym
 
@@ -46,8 +45,8 @@ def make_rows(run_dir: Path) -> None:
         if reasoning_gym.refusal(task) is None and (part := easiest_part(task)).rows:
             rows += part.rows[:NUM_PROMPTS]
             constants[task] = rows_of_tasks.best_constant(part.rows)
-    write_aside(run_dir / "constants.json", json.dumps(constants, indent=1) + "\n")
-    write_aside(run_dir / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_json(run_dir / "constants.json", constants)
+    replace_text(run_dir / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def complete(run_dir: Path, model: Path, max_prompt_tokens: int) -> None:
@@ -124,7 +123,7 @@ def main(args: argparse.Namespace) -> None:
     if not (args.run_dir / "completions.jsonl").is_file():
         complete(args.run_dir, args.model, args.max_prompt_tokens)
     record = record_of(args.run_dir)
-    write_aside(args.run_dir / "record.json", json.dumps(record, indent=1) + "\n")
+    write_json(args.run_dir / "record.json", record)
     print("\n".join(table_lines(record)))
 
 

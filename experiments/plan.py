@@ -67,12 +67,8 @@ QWEN2_5 = {
 GRANITE_1B = GRANITE_MOE | {"num_local_experts": 32}
 GRANITE_3B = GRANITE_MOE | {"num_local_experts": 40}
 SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "moe_intermediate_size",
-)
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "moe_intermediate_size",
+)  # fmt: skip
 KNOWN_MODELS = {  # {name: (values shared with other models, SIZES of this model)}
     "Qwen3-0.6B": (QWEN3_TIED, (1024, 3072, 28, 16)),
     "Qwen3-1.7B": (QWEN3_TIED, (2048, 6144, 28, 16)),
@@ -636,16 +632,10 @@ def powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length())]
 
 
-def as_setting(name: str, value: object) -> str:
-    """Write one setting for the command line, for example model.activation_checkpointing=true."""
-    if name == "gpus":
-        return f"--gpus {value}"
-    return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-
-
 def as_settings(change: dict) -> str:
-    """Write a change for the command line, for example --gpus 16 model.ep_size=8."""
-    return " ".join(as_setting(name, value) for name, value in change.items())
+    """Write a change for the command line, for example --gpus 16 model.activation_checkpointing=true."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in change.items()}
+    return " ".join(f"--gpus {text}" if name == "gpus" else f"{name}={text}" for name, text in texts.items())
 
 
 def advice(task: Task, most: int = 3) -> list[str]:
@@ -670,12 +660,6 @@ OPTIMIZERS = [  # places of gradients and optimizer states, fastest first
 ]
 
 
-def useful_sequences(task: Task, parallel: int) -> int:
-    """Return the rollout.max_num_seqs that starts all completions of an engine together, 256 to 1,024."""
-    num_completions = task.completions * parallel / task.num_gpus
-    return next((size for size in (256, 512) if size >= num_completions), 1024)
-
-
 def search(task: Task, most: int = 5) -> list[tuple[dict, Task]]:
     """Return (settings, task) of the fastest proposals that fit; all sizes are powers of two.
 
@@ -696,7 +680,8 @@ def search(task: Task, most: int = 5) -> list[tuple[dict, Task]]:
     for number, values in enumerate(itertools.product(*grid.values())):
         change = dict(zip(grid, values, strict=True))
         change |= change.pop("optimizer")
-        change["rollout.max_num_seqs"] = useful_sequences(task, change["rollout.tensor_parallel"])
+        num_completions = task.completions * change["rollout.tensor_parallel"] / task.num_gpus
+        change["rollout.max_num_seqs"] = next((n for n in (256, 512) if n >= num_completions), 1024)
         changed_task = task.with_settings(change)
         if why_not(changed_task) is None:
             candidate = (step_seconds(changed_task), number, change, changed_task)
@@ -825,8 +810,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--json", type=Path, metavar="FILE", help="write the plan, or the list of proposals, to FILE"
     )
     add_argument("settings", nargs="*", metavar="section.key=value", help="single settings; override files")
-    args = parser.parse_intermixed_args(argv)
-    return args
+    return parser.parse_intermixed_args(argv)
 
 
 def read_machine(args: argparse.Namespace, name: str, num_gpus: int) -> Machine:

@@ -41,8 +41,8 @@ import yaml
 
 from data import smollm2
 from data.reasoning_gym import best_constant
-from experiments.bench.common import markdown, torchrun, write_json
-from experiments.evaluate import samples_page, write_aside
+from experiments.bench.common import markdown, mean_with_range, replace_text, torchrun, write_json
+from experiments.evaluate import samples_page
 from experiments.text_quality import LABELS, read_rows, text_quality
 from runtime.launch import leave, run
 from runtime.memory import free_memory
@@ -86,7 +86,7 @@ class Phases:
         start = time.perf_counter()
         work()
         self.seconds[name] = self.seconds.get(name, 0) + time.perf_counter() - start
-        write_aside(self.file, json.dumps(self.seconds, indent=1) + "\n")
+        write_json(self.file, self.seconds)
 
 
 def is_newer(file: Path, source: Path) -> bool:
@@ -172,7 +172,7 @@ def measure_quality(run_dir: Path) -> None:
         if texts.is_file():
             of_answers = text_quality(answers[:NUM_MEASURED], DENSE, DENSE)
             quality[when]["answers_perplexity"] = of_answers["perplexity_start"]
-    write_aside(run_dir / "quality.json", json.dumps(quality, indent=1) + "\n")
+    write_json(run_dir / "quality.json", quality)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -257,12 +257,6 @@ ROWS = {
 }
 
 
-def mean_with_range(values: list[float], form: str = ".3g") -> str:
-    """Format the mean and, in brackets, the range of values."""
-    mean, low, high = (format(value, form) for value in (sum(values) / len(values), min(values), max(values)))
-    return mean if low == high else f"{mean} ({low}-{high})"
-
-
 def table_lines(data: dict | list[dict]) -> list[str]:
     """Return the table of a record, or of several seeds: held-out prompts, texts, time and memory."""
     records = data if isinstance(data, list) else [data]
@@ -331,11 +325,11 @@ def write_results(run_dir: Path, phases: Phases) -> None:
     data = record_of(run_dir)
     others = {name: seconds for name, seconds in phases.seconds.items() if name != "train"}
     data["summary"]["seconds_by_phase"] |= others
-    write_aside(run_dir / "summary.json", json.dumps(data["summary"], indent=1) + "\n")
-    write_aside(run_dir / "record.json", json.dumps(data, indent=1) + "\n")
+    write_json(run_dir / "summary.json", data["summary"])
+    write_json(run_dir / "record.json", data)
     files = [run_dir / f"{when}_completions.jsonl" for when in ("before", "after")]
-    write_aside(run_dir / "texts.html", samples_page(*files))
-    write_aside(run_dir / "report.md", report_text(data))
+    replace_text(run_dir / "texts.html", samples_page(*files))
+    replace_text(run_dir / "report.md", report_text(data))
     print("\n".join(["", START, *tables_of(data)]))
     print(f"{run_dir}/report.md, texts.html: texts before and after")
 
@@ -385,13 +379,8 @@ def main(args: argparse.Namespace) -> None:
     phases.run("convert", (DENSE / "config.json").is_file(), lambda: make_dense(args.wheel))
     phases.run("upcycle", MOE.exists(), make_moe)
     phases.run("prompts", held_out.is_file(), lambda: make_prompts(args.job))
-    train = [
-        *torchrun(NUM_RANKS),
-        ROOT / "train_rl.py",
-        "--config",
-        ROOT / CONFIG.format(args.job),
-        *args.settings,
-    ]
+    config = ROOT / CONFIG.format(args.job)
+    train = [*torchrun(NUM_RANKS), ROOT / "train_rl.py", "--config", config, *args.settings]
     phases.run("train", False, lambda: call(*train))
     before = run_dir / "before_completions.jsonl"
     after = run_dir / "after_completions.jsonl"

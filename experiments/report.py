@@ -420,17 +420,13 @@ def block_means(values: np.ndarray, blocks: list[int]) -> np.ndarray:
     return np.array([values[numbers == number].mean(axis=0) for number in dict.fromkeys(blocks)])
 
 
-def interval_around(mean: float, error: float, freedom: float) -> list[float]:
-    """Return the 95 % interval of a mean with this standard error by Student's t."""
-    half = stats.t.ppf(0.975, freedom) * error
-    return [float(mean - half), float(mean + half)]
-
-
 def t_interval(values: np.ndarray) -> list[float] | None:
     """Return the 95 % interval of the mean by Student's t; None for fewer than two values."""
     if len(values) < 2:
         return None
-    return interval_around(values.mean(), values.std(ddof=1) / math.sqrt(len(values)), len(values) - 1)
+    error = values.std(ddof=1) / math.sqrt(len(values))
+    half = stats.t.ppf(0.975, len(values) - 1) * error
+    return [float(values.mean() - half), float(values.mean() + half)]
 
 
 def holm(p_values: list[float | None]) -> list[float | None]:
@@ -784,7 +780,9 @@ def expected_lines(comment: str, file: Path, header: str) -> list[str]:
         return make(common.read_results(file.parent / words[2]))
     if words[:1] == ["closed"]:
         return closed_lines(" ".join(words[1:]), file, header)
-    args = table_options(comment)
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_table_options(parser)
+    args = parser.parse_args(words)
     table, rows, note = make_rows(args, file.parent)
     return [*markdown(table, args), *note]
 
@@ -796,13 +794,6 @@ def closed_lines(commit: str, file: Path, header: str) -> list[str]:
         if table.stop > table.start and cells_of(lines[table.start]) == cells_of(header):
             return lines[table.start : table.stop]
     raise ValueError(f"the document has no table with these columns at commit {commit}")
-
-
-def table_options(comment: str) -> argparse.Namespace:
-    """Parse the options of a comment."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    add_table_options(parser)
-    return parser.parse_args(shlex.split(comment))
 
 
 def cells_of(line: str) -> list[str]:

@@ -622,16 +622,12 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
                 "checkpoint.on_damage=older to resume from an older checkpoint"
             )
         if dist.get_rank() == 0:
-            aside = unused_name(damaged.with_name(f"damaged_{damaged.name}"))
+            name = f"damaged_{damaged.name}"
+            names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+            aside = next(path for path in map(damaged.with_name, names) if not path.exists())
             damaged.rename(aside)
             print(f"{damaged} is damaged ({problems[0]}); renamed to {aside.name}")
         dist.barrier()
-
-
-def unused_name(path: Path) -> Path:
-    """Return the path, with _2, _3, ... behind it if it exists."""
-    candidates = itertools.chain([path], (path.with_name(f"{path.name}_{n}") for n in itertools.count(2)))
-    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 OTHER_VERSION = "state.json was written by another version of this program"

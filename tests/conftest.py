@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip_without_programs(item)
         slow = item.get_closest_marker("slow")
         starts_ranks = any(
-            hasattr(item.module, name) for name in ("preloaded", "torchrun", "train", "RankSuite")
+            hasattr(item.module, name) for name in ("preloaded", "torchrun", "train", "trained", "RankSuite")
         )
         chosen = slow.kwargs.get("process") if slow else "others"
         if chosen == "ranks" or (chosen is None and (starts_ranks or needs_demo(item))):
@@ -177,6 +177,13 @@ def train(*settings, ranks=2, start=preloaded.run, **options) -> subprocess.Comp
     return start(ranks, ROOT / "train_rl.py", *settings, **options)
 
 
+def trained(*settings, **options) -> subprocess.CompletedProcess:
+    """Run train_rl.py, which has to succeed; options: see train()."""
+    done = train(*settings, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
 @pytest.fixture(scope="session")
 def demo_model():
     """Provide the demo's model with the committed weights, and a copy with a second end token, digit 7.
@@ -205,8 +212,7 @@ def undisturbed(demo_model, tmp_path_factory) -> Path:
     Tests compare this run with runs on one node, because the number of nodes changes no bit.
     """
     run_dir = tmp_path_factory.mktemp("run") / "undisturbed"
-    done = train(*SMALL, f"run.dir={run_dir}", num_nodes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(*SMALL, f"run.dir={run_dir}", num_nodes=2)
     return run_dir
 
 
@@ -239,6 +245,28 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    """Replace the first occurrence of a text in a file that has the text."""
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git in a folder and return its output."""
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    done = subprocess.run(["git", "-C", str(folder), *identity, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def commit_all(folder: Path) -> str:
+    """Commit all files of a repository and return the digest of the commit."""
+    git(folder, "add", "--all")
+    git(folder, "commit", "-q", "--allow-empty", "-m", "next")
+    return git(folder, "rev-parse", "HEAD")
 
 
 def assert_close(actual, expected, rtol=1e-10, atol=1e-13):

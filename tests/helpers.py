@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import shutil
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from conftest import ROOT
+from conftest import ROOT, trained
 from fake_ranks import FakeRanks as FakeRanks
 from safetensors.torch import load_file
 
@@ -42,6 +43,11 @@ def make_config(*settings: str, section: str = "", **values) -> Config:
     return load_config(
         [SMALLEST_TRAINING_SET, *settings, *(f"{names[key]}={value}" for key, value in values.items())]
     )
+
+
+def plugin(hook: str, name: str, **arguments) -> dict:
+    """Return the settings that call a function of experiments/plugins, for example sapo.py:sapo."""
+    return {hook: str(ROOT / "experiments" / "plugins" / name), f"{hook}_args": arguments}
 
 
 def make_prompts(num: int) -> list[Prompt]:
@@ -368,7 +374,22 @@ class RankSuite:
         return self.loaded
 
 
+# ---- Files and errors --------------------------------------------------------------------------------------
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def error_of(check: Callable[[int], None], rank: int) -> str:
+    with pytest.raises(RuntimeError) as error:
+        check(rank)
+    return str(error.value)
+
+
 # ---- Comparing weights and runs ----------------------------------------------------------------------------
+EMPTY_ACCOUNT = {
+    **{f"prompts_{fate}": 0 for fate in "offered skipped sampled probed stopped dropped refilled".split()},
+    **{f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")},
+}
 TIMES = (  # metrics that may differ between two runs with the same numbers
     "seconds", "completion_seconds", "peak_rss", "rollout_bubble", "rollout_tail", "straggler",
     "reward_latency",
@@ -410,3 +431,12 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert summary_of(one) == summary_of(other)
     assert rows_of(one) == rows_of(other)
     assert_same_weights(one / "model", other / "model")
+
+
+def assert_resumes_exactly(straight: Path, last_step: int, *settings: str, **options) -> None:
+    """Resume a copy of a finished run without its last checkpoint; options: of train()."""
+    resumed = shutil.copytree(straight, straight.with_name("resumed"))
+    shutil.rmtree(resumed / "checkpoints" / f"step_{last_step:06d}")
+    done = trained(*settings, f"run.dir={resumed}", **options)
+    assert "resumed from" in done.stdout + done.stderr
+    assert_same_run(resumed, straight)

@@ -1,14 +1,13 @@
 """Partial rollouts: which groups are trained on and when, their tokens and versions, settings, a resume."""
 
-import shutil
 from collections import Counter
 from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
-from conftest import SMALL, train
-from helpers import FakeEngine, assert_same_run, make_completion, make_config, make_run, steps_of
+from conftest import SMALL, trained
+from helpers import FakeEngine, assert_resumes_exactly, make_completion, make_config, make_run, steps_of
 
 import train_rl
 from batch import UNFINISHED
@@ -111,16 +110,11 @@ def test_a_run_with_waiting_completions_resumes_exactly(tmp_path):
         "checkpoint.every=3", "train.learning_rate=1e-30", "train.weight_decay=0", "eval.every=0",
     ]  # fmt: skip
     straight = tmp_path / "straight"
-    done = train(*settings, f"run.dir={straight}")
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(*settings, f"run.dir={straight}")
     steps = steps_of(straight)
     assert max(row["carried_groups"] for row in steps) > 0 < max(row["token_age_mean"] for row in steps)
     assert max(row["abs_dlogp"] for row in steps if "abs_dlogp" in row) < 1e-4
-    resumed = shutil.copytree(straight, tmp_path / "resumed")
-    shutil.rmtree(resumed / "checkpoints" / "step_000005")
-    done = train(*settings, f"run.dir={resumed}")
-    assert done.returncode == 0 and "resumed from" in done.stdout + done.stderr, done.stderr[-3000:]
-    assert_same_run(resumed, straight)
+    assert_resumes_exactly(straight, 5, *settings)
 
 
 # ---- the benchmark -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import save_small_moe
-from helpers import make_batch, make_config, make_prompts, no_history, rows_of
+from helpers import make_batch, make_config, make_prompts, names_in, no_history, rows_of
 from safetensors import SafetensorError
 
 import lifecycle
@@ -65,10 +65,6 @@ def run(tmp_path, one_rank) -> SimpleNamespace:
 def save(run: SimpleNamespace, step: int) -> None:
     state = TrainState(step=step, account={"a": 1})
     save_checkpoint(run.config, asdict(state), lambda folder: lifecycle.write_rank(run, folder))
-
-
-def names_in(folder) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_checkpoint_holds_counters_record_random_numbers_and_weights(run):
@@ -315,10 +311,6 @@ def test_the_last_evaluation_of_a_run_that_gets_more_steps_is_lost_only_if_it_is
 
 
 # ---- damage ------------------------------------------------------------------------------------------------
-def every_file(checkpoint: Path) -> list[str]:
-    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
-
-
 def flip_a_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 64
@@ -337,7 +329,8 @@ def test_damage_to_any_file_is_named_and_the_previous_checkpoint_can_be_used(run
     """One case is left out: without state.json, the folder is not a checkpoint."""
     save(run, 1)
     save(run, 2)
-    names = every_file(run.folder / "step_000002")
+    newest = run.folder / "step_000002"
+    names = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
     assert {"state.json", "history.pt", "rank_00000.pt", "model/config.json"} < set(names) and len(names) > 6
     tolerant = with_checkpoint_settings(run.config, on_damage="older")
     intact = shutil.copytree(run.folder, tmp_path / "intact")

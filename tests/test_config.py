@@ -8,6 +8,7 @@ import re
 import shlex
 import textwrap
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
@@ -199,16 +200,11 @@ NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML
 }
 
 
-def value_of(config: Config, name: str) -> object:
-    section, _, key = name.partition(".")
-    return getattr(getattr(config, section), key)
-
-
 def test_each_choice_is_a_default_or_in_a_yaml_or_has_a_reason():
     """A choice that nobody makes is not worth its branch."""
     configs = [Config(), *map(config_of, EXPERIMENTS)]
     assert {file.parent.name for file in EXPERIMENTS} >= {"environments", "methods", "zero_variance"}
-    used = {(name, value_of(config, name)) for name in CHOICES for config in configs}
+    used = {(name, attrgetter(name)(config)) for name in CHOICES for config in configs}
     unused = {(name, value) for name, values in CHOICES.items() for value in values} - used
     assert unused == set(NOT_IN_YAMLS)
 

@@ -1,9 +1,9 @@
 """experiments/declaration.py: runs against the declaration of their study, in a repository of its own."""
 
 import json
-import subprocess
 
 import pytest
+from conftest import commit_all, git
 
 from experiments import declaration
 from experiments.notes import Shown, notes_of, ranges
@@ -20,23 +20,11 @@ DECLARED = {
 def study(tmp_path):
     """A study of two commits: without a declaration, and with one."""
     git(tmp_path, "init", "-q")
-    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "before")
-    before = git(tmp_path, "rev-parse", "HEAD")
+    before = commit_all(tmp_path)
     (tmp_path / "declared.json").write_text(json.dumps(DECLARED))
     for row in DECLARED["rows"]:
         (tmp_path / f"{row}.yaml").touch()
     return tmp_path, before, commit_all(tmp_path)
-
-
-def commit_all(folder) -> str:
-    git(folder, "add", "--all")
-    git(folder, "commit", "-q", "-m", "next")
-    return git(folder, "rev-parse", "HEAD")
-
-
-def git(folder, *words: str) -> str:
-    command = ["git", "-C", folder, "-c", "user.name=test", "-c", "user.email=test@localhost", *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def dangling(folder) -> str:

@@ -1,10 +1,10 @@
 """experiments/declaration.py: settings and files of runs against the declared rows, in a small repository."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import commit_all, git
 
 from experiments import declaration
 from runtime import provenance
@@ -26,18 +26,6 @@ def score(completion, answer):
 '''
 
 
-def git(folder: Path, *words: str) -> str:
-    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
-    command = ["git", "-C", folder, *identity, *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def commit(folder: Path) -> str:
-    git(folder, "add", "--all")
-    git(folder, "commit", "-q", "--allow-empty", "-m", "next")
-    return git(folder, "rev-parse", "HEAD")
-
-
 @pytest.fixture
 def study(tmp_path, monkeypatch) -> Path:
     """Write a declared study of two rows, whose reward is a function of data/rewards.py, and commit it."""
@@ -51,7 +39,7 @@ def study(tmp_path, monkeypatch) -> Path:
     (folder / "on.yaml").write_text("base: off.yaml\ntrain: {num_steps: 3}\n")
     (folder / "declared.json").write_text(json.dumps(DECLARED))
     git(tmp_path, "init", "-q")
-    commit(tmp_path)
+    commit_all(tmp_path)
     return folder
 
 
@@ -95,7 +83,7 @@ def test_a_run_has_the_settings_of_its_row(changes, is_refused, study):
 
 def test_a_run_has_the_chosen_settings_beside_those_of_its_row(study):
     (study / "tuning.json").write_text(json.dumps([{"row": "on", "settings": "train.learning_rate=5e-05"}]))
-    commit(study)
+    commit_all(study)
     assert problems(study, **{"train.learning_rate": 5e-05}) == []
     assert "train.learning_rate" in problems(study)[0]
 
@@ -128,7 +116,7 @@ def test_a_launch_warns_of_settings_that_the_rows_lack(study):
 def test_the_files_of_the_rows_are_those_of_the_declaration(name, text, is_refused, study, tmp_path):
     """A comment or a docstring may change after the declaration; all these changes keep the settings."""
     (tmp_path / name).write_text(text)
-    commit(tmp_path)
+    commit_all(tmp_path)
     texts = problems(study)
     assert len(texts) == is_refused
     assert all(name in problem and "after the declaration" in problem for problem in texts)

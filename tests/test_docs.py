@@ -175,14 +175,9 @@ def test_the_index_names_every_page():
 # ---- findings ----------------------------------------------------------------------------------------------
 
 
-def findings_of(page: Path) -> list[str]:
-    """List the rows of a page of findings whose last cell links a page with the evidence."""
-    lines = page.read_text().splitlines()
-    return [line for line in lines if re.match(r"\| .*\]\([^)]*\.md\) \|$", line)]
-
-
 def test_a_figure_of_a_finding_is_on_the_linked_page():
-    for row in findings_of(FINDINGS):
+    rows = re.findall(r"^\| .*\]\([^)]*\.md\) \|$", FINDINGS.read_text(), re.MULTILINE)
+    for row in rows:  # whose last cell links a page with the evidence
         cells = row.strip("|").split("|")
         evidence = (DOCS / re.search(r"\]\((.*)\)", cells[-1])[1]).read_text()
         figures = re.findall(r"[+-]?\d+\.\d+", " ".join(cells[:-1]))

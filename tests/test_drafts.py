@@ -2,15 +2,14 @@
 
 import itertools
 import math
-import shutil
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, train
-from helpers import FakeEngine, assert_same_run, make_config, make_run, steps_of
+from conftest import SMALL, trained
+from helpers import FakeEngine, assert_resumes_exactly, make_config, make_run, steps_of
 
 import train_rl
 from batch import Completion
@@ -284,14 +283,9 @@ def test_a_run_with_drafts_resumes_exactly(tmp_path):
         "data.train=[{path: data/built/tiny/train.jsonl, limit: 16}]",
     ]  # fmt: skip
     straight = tmp_path / "straight"
-    done = train(*settings, f"run.dir={straight}")
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(*settings, f"run.dir={straight}")
     steps = steps_of(straight)
     assert [row["draft_tokens_total"] > 0 for row in steps] == [False, False, True, True, True, True]
     assert all(0 < row["draft_accepted_frac"] < 1 and row["draft_tail"] < 1e-4 for row in steps[2:])
     assert max(row["abs_dlogp"] for row in steps if "abs_dlogp" in row) < 1e-4
-    resumed = shutil.copytree(straight, tmp_path / "resumed")
-    shutil.rmtree(resumed / "checkpoints" / "step_000006")
-    done = train(*settings, f"run.dir={resumed}")
-    assert done.returncode == 0 and "resumed from" in done.stdout + done.stderr, done.stderr[-3000:]
-    assert_same_run(resumed, straight)
+    assert_resumes_exactly(straight, 6, *settings)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT
-from helpers import make_config
+from helpers import EMPTY_ACCOUNT, make_config
 from transformers import Qwen3MoeConfig
 
 import moe_model
@@ -387,16 +387,15 @@ def test_the_advantage_collapse_rate_is_that_of_steps_91_to_100():
 
 def test_a_summary_lists_difficulties_of_sets_of_any_name_and_trivial_references(tmp_path, capsys):
     """A set may itself be called difficulty."""
-    kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
-    account = {f"prompts_{kind}": 0 for kind in kinds}
-    account |= {f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")}
     figures = {"accuracy": 0.5, "avg_at_8": 0.25, "accuracy_difficulty_2.5": 0.75, "cut_at_turns_frac": 0.1}
     figures["accuracy_task_lcm"] = 0.25  # a mean over the sets
     names = ("difficulty", "high-difficulty_8")
     found = {f"eval/{name}/{leaf}": value for name in names for leaf, value in figures.items()}
     (tmp_path / "metrics.jsonl").write_text("")
     sets = dict.fromkeys(names, "digest")
-    state = TrainState(account=account, first_eval=found, last_eval=found, first_sets=sets, last_sets=sets)
+    state = TrainState(
+        account=EMPTY_ACCOUNT, first_eval=found, last_eval=found, first_sets=sets, last_sets=sets
+    )
     state.evaluated_step = 0
     reports = {"eval/a": {"warning": "the constant answer A is right in 40.0%"}, "b": {"warning": None}}
     (tmp_path / "references.json").write_text(json.dumps(reports))
@@ -444,11 +443,8 @@ AFTER = {  # sets of the last evaluation, its step of 9, and the accuracies befo
 def test_a_summary_compares_the_sets_of_both_evaluations(case, tmp_path, capsys):
     """A run that was extended with other settings of data.eval; figures that nobody measured are null."""
     sets, step, before, after = AFTER[case]
-    kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
-    account = {f"prompts_{kind}": 0 for kind in kinds}
-    account |= {f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")}
     last = {f"eval/{name}/accuracy": 0.75 for name in sets}
-    state = TrainState(step=9, evaluated_step=step, first_eval=FIRST, last_eval=last, account=account)
+    state = TrainState(step=9, evaluated_step=step, first_eval=FIRST, last_eval=last, account=EMPTY_ACCOUNT)
     state.first_sets, state.last_sets = {"a": "1", "b": "2"}, sets
     rows = [{"step": n, "learning_rate": 1.0} | ({"grad_norm": 1.0} if n < 3 else {}) for n in range(1, 10)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -15,8 +15,8 @@ from typing import Literal, get_args, get_origin
 import pytest
 import reference
 import torch
-from conftest import ROOT, assert_close
-from helpers import FakeRanks, judge_batch, judged, loss_inputs, make_batch
+from conftest import assert_close
+from helpers import FakeRanks, judge_batch, judged, loss_inputs, make_batch, plugin
 
 import train_rl
 from batch import AdvantageInputs, Completion, Group, PolicyOutputs, RolloutBatch, collate
@@ -30,18 +30,11 @@ MAX_NEW_TOKENS = 13
 LOG_VOCAB = math.log(50)
 
 
-def axes_of(section) -> dict[str, tuple[str, ...]]:
-    """Return {name: values} of the Literal settings of a section."""
-    fields = {name: info.annotation for name, info in section.model_fields.items()}
-    return {name: get_args(kind) for name, kind in fields.items() if get_origin(kind) is Literal}
-
-
-def plugin(hook: str, name: str, **arguments) -> dict:
-    """Return the settings that call a function of experiments/plugins, for example sapo.py:sapo."""
-    return {hook: str(ROOT / "experiments" / "plugins" / name), f"{hook}_args": arguments}
-
-
-AXES = axes_of(AlgorithmSettings)
+AXES = {  # {setting: values} for each setting of the section that is a Literal
+    name: get_args(info.annotation)
+    for name, info in AlgorithmSettings.model_fields.items()
+    if get_origin(info.annotation) is Literal
+}
 DPPO = {"eps_low": 0.1, "eps_high": 0.15, "cap": 1.5}
 VESPO = {"power_positive": 1.0, "power_negative": 2.5, "decay_positive": 2.0, "decay_negative": 0.5}
 CLIPS = {clip_mode: {"clip_mode": clip_mode} for clip_mode in AXES["clip_mode"]} | {

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FakeRanks, judge_batch, judged, make_batch, make_config, make_prompts
+from helpers import FakeRanks, error_of, judge_batch, judged, make_batch, make_config, make_prompts
 
 import lifecycle
 import train_rl
@@ -202,12 +202,6 @@ def test_verdicts_and_routes_are_checked_over_all_ranks(capsys, monkeypatch):
     ):
         errors = ranks.run(lambda rank, check=check: error_of(check, rank))
         assert errors[0] == errors[1] and "1 of 20" in errors[0], "both ranks raise the same error"
-
-
-def error_of(check, rank: int) -> str:
-    with pytest.raises(RuntimeError) as error:
-        check(rank)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(

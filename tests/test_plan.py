@@ -14,6 +14,7 @@ import torch.distributed as dist
 from conftest import ROOT
 from fake_cuda import FakeCuda
 from fake_ranks import FakeRanks
+from helpers import EMPTY_ACCOUNT
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 import lifecycle
@@ -308,11 +309,8 @@ def test_a_run_on_a_gpu_ends_with_measured_peaks_beside_the_plan(tmp_path, monke
     line = memory_plan.check_memory(task.config, task.model, 64, node=None)
     policy = SimpleNamespace(config=task.model)
     memory = lifecycle.gpu_memory(SimpleNamespace(meter=meter, stage_configs=[task.config], policy=policy))
-    kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
-    account = {f"prompts_{kind}": 0 for kind in kinds}
-    account |= {f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")}
     (tmp_path / "metrics.jsonl").write_text("")
-    summary.write_summary(tmp_path, TrainState(account=account), memory)
+    summary.write_summary(tmp_path, TrainState(account=EMPTY_ACCOUNT), memory)
     rows = json.loads((tmp_path / "summary.json").read_text())["gpu_memory"]
     summary.print_summary(tmp_path)
     printed = capsys.readouterr().out
@@ -805,11 +803,10 @@ def test_bad_input_is_named(argv, words, small):
 
 
 def test_stages_are_planned_with_the_largest_sizes(small):
-    argv = ["--config", str(small), "--gpus", "2"]
-    largest = plan.read_task(plan.parse_args([*argv, "rollout.max_new_tokens=200"]))
+    largest = task_of(small, "--gpus", "2", "rollout.max_new_tokens=200")
     stages = "stages: [{name: a, rollout: {max_new_tokens: 200}, until: {steps: 1}}, {name: b}]"
     small.write_text(small.read_text() + stages)
-    staged = plan.read_task(plan.parse_args([*argv, "--new-tokens", "100"]))
+    staged = task_of(small, "--gpus", "2", "--new-tokens", "100")
     assert staged.parts == largest.parts
 
 
@@ -821,23 +818,17 @@ def test_a_file_without_a_known_machine_is_named(small):
 
 
 # ---- the complete configurations ---------------------------------------------------------------------------
-def task_of(file: Path) -> plan.Task:
-    return plan.read_task(plan.parse_args(["--config", str(file)]))
-
-
-def readme_example(folder: Path) -> plan.Task:
-    """Return the plan of README's first example, for eight H100s."""
-    text = re.search("```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    (folder / "mine.yaml").write_text(text)
-    return plan.read_task(plan.parse_args(["--config", str(folder / "mine.yaml"), "--gpus", "8"]))
+def task_of(file: Path, *options: str) -> plan.Task:
+    return plan.read_task(plan.parse_args(["--config", str(file), *options]))
 
 
 def test_every_plan_leaves_a_twentieth_of_a_gpu_free(tmp_path):
-    """The rows of ESPO's table run on the machine of qwen3_30b_a3b_4_nodes.yaml."""
-    rows = sorted((ROOT / "experiments/models/espo_30b").glob("*.yaml"))
-    tasks = {file.stem: task_of(file) for file in CONFIGS} | {"README": readme_example(tmp_path)}
-    for row in rows:
-        tasks[row.stem] = plan.read_task(plan.parse_args(["--config", str(row), "--gpus", "32"]))
+    """The rows of ESPO's table run on the machine of qwen3_30b_a3b_4_nodes.yaml, README's on eight H100s."""
+    example = tmp_path / "readme.yaml"
+    example.write_text(re.search("```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
+    tasks = {file.stem: task_of(file) for file in CONFIGS} | {"README": task_of(example, "--gpus", "8")}
+    for row in (ROOT / "experiments/models/espo_30b").glob("*.yaml"):
+        tasks[row.stem] = task_of(row, "--gpus", "32")
     for name, task in tasks.items():
         assert plan.why_not(task) is None, name
         lifecycle.check_model(task.config, task.model)

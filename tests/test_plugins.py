@@ -22,6 +22,7 @@ from settings import AlgorithmSettings
 from verifiers.own import load_function
 
 PLUGINS = ROOT / "experiments" / "plugins"
+SAPO_YAML = ("--config", "experiments/methods/sapo.yaml")
 
 
 BROKEN = {  # a plug-in's source and the words that its refusal contains
@@ -55,7 +56,7 @@ def test_a_broken_plugin_is_refused_with_file_function_and_expectation(case, tmp
     file.parent.mkdir()
     file.write_text(source + "\n")
     with pytest.raises(ValueError, match="algorithm.gain") as error:
-        train_rl.load_config(["data.train=[{path: x.jsonl}]", f"algorithm.gain={file}:plugin"])
+        make_config(f"algorithm.gain={file}:plugin")
     for word in ("broken.py", *words):
         assert word in str(error.value)
 
@@ -96,15 +97,14 @@ def test_advantages_are_tried_with_ties_and_single_completions(case, tmp_path):
         "    return advantages\n"
     )
     with pytest.raises(ValueError, match="algorithm.advantage.* must return"):
-        train_rl.load_config(["data.train=[{path: x.jsonl}]", f"algorithm.advantage={file}:plugin"])
+        make_config(f"algorithm.advantage={file}:plugin")
 
 
-@pytest.mark.parametrize("hook", ["advantage", "select"])
-def test_a_hook_refuses_a_wrong_shape(hook, tmp_path):
+def test_a_selection_of_a_wrong_shape_is_refused(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("import torch\ndef plugin(inputs): return torch.zeros(5)\n")
-    with pytest.raises(ValueError, match=f"algorithm.{hook}"):
-        train_rl.load_config(["data.train=[{path: x.jsonl}]", f"algorithm.{hook}={file}:plugin"])
+    with pytest.raises(ValueError, match="algorithm.select"):
+        make_config(f"algorithm.select={file}:plugin")
 
 
 def test_a_completion_without_a_verdict_gets_no_advantage_from_a_plugin(tmp_path):
@@ -246,7 +246,7 @@ SAPO = "algorithm.gain=experiments/plugins/sapo.py:sapo"
 )
 def test_wrong_arguments_of_a_gain_are_refused(settings):
     with pytest.raises(ValueError, match="algorithm.gain"):
-        train_rl.load_config(["data.train=[{path: x.jsonl}]", *settings])
+        make_config(*settings)
 
 
 def test_a_path_in_a_yaml_is_relative_to_the_yaml(tmp_path):
@@ -272,29 +272,27 @@ def test_a_path_in_a_yaml_is_relative_to_the_yaml(tmp_path):
 )
 def test_a_plugin_refuses_settings_that_it_would_ignore(method, setting, word):
     method = ["--config", f"experiments/methods/{method}.yaml"]
-    train_rl.load_config(["data.train=[{path: x.jsonl}]", *method])
+    make_config(*method)
     with pytest.raises(ValueError, match=word):
-        train_rl.load_config(["data.train=[{path: x.jsonl}]", *method, setting])
+        make_config(*method, setting)
 
 
 def test_another_function_drops_the_arguments_of_the_earlier_one():
-    sapo = ["--config", "experiments/methods/sapo.yaml"]
     vespo = ["--config", "experiments/methods/vespo.yaml"]
-    config = train_rl.load_config(["data.train=[{path: x.jsonl}]", *sapo, *vespo])
+    config = make_config(*SAPO_YAML, *vespo)
     assert set(config.algorithm.gain_args) == {
         "power_positive", "power_negative", "decay_positive", "decay_negative",
     }  # fmt: skip
-    config = train_rl.load_config(["data.train=[{path: x.jsonl}]", *sapo, "algorithm.gain=null"])
+    config = make_config(*SAPO_YAML, "algorithm.gain=null")
     assert config.algorithm.gain is None and config.algorithm.gain_args == {}
     stages = "stages=[{name: a, until: {steps: 1}}, {name: b, algorithm: {gain: null}}]"
-    _, second = stage_configs(train_rl.load_config(["data.train=[{path: x.jsonl}]", *sapo, stages]))
+    _, second = stage_configs(make_config(*SAPO_YAML, stages))
     assert second.algorithm.gain is None and second.algorithm.gain_args == {}
 
 
 def test_the_saved_settings_of_a_run_load_again(tmp_path):
     """config.yaml holds paths relative to run.dir, as a YAML does."""
-    sapo = ["--config", "experiments/methods/sapo.yaml"]
-    config = train_rl.load_config(["data.train=[{path: x.jsonl}]", *sapo, f"run.dir={tmp_path}"])
+    config = make_config(*SAPO_YAML, f"run.dir={tmp_path}")
     prepare_run_dir(tmp_path, config, None)
     assert train_rl.load_config(["--config", str(tmp_path / "config.yaml")]) == config
     assert (tmp_path / "source" / "sapo.py").is_file()
@@ -302,18 +300,11 @@ def test_the_saved_settings_of_a_run_load_again(tmp_path):
 
 
 def test_an_absolute_and_a_relative_path_are_one_plugin():
-    prompts = "data.train=[{path: x.jsonl}]"
-    relative = train_rl.load_config(["--config", "experiments/methods/sapo.yaml", prompts])
-    absolute = train_rl.load_config(["--config", str(ROOT / "experiments/methods/sapo.yaml"), prompts])
+    relative = make_config(*SAPO_YAML)
+    absolute = make_config("--config", str(ROOT / SAPO_YAML[1]))
     assert relative == absolute and relative.algorithm.gain == "experiments/plugins/sapo.py:sapo"
 
 
 def test_a_number_in_scientific_notation_is_a_number():
-    config = train_rl.load_config(
-        [
-            "data.train=[{path: x.jsonl}]",
-            f"algorithm.gain={PLUGINS}/sapo.py:sapo",
-            "algorithm.gain_args={tau_positive: 1e-3}",
-        ]
-    )
+    config = make_config(*SAPO_YAML, "algorithm.gain_args={tau_positive: 1e-3}")
     assert config.algorithm.gain_args["tau_positive"] == 0.001

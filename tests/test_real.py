@@ -122,7 +122,7 @@ def test_a_gain_on_a_task_counts_above_the_best_constant(tmp_path, capsys):
         "| `lcm` | 1 | 1.00 | 0.00 | 1.00 | 1.00 | 0.00 |",
     ]
     assert [text["before"]["completion"] for text in data["texts"]] == ["gcd 0", "lcm 0"]
-    real.write_aside(tmp_path / "record.json", json.dumps(data))
+    real.write_json(tmp_path / "record.json", data)
     real.main(
         real.parse_args(["--collect", str(tmp_path), str(tmp_path), "--json", str(tmp_path / "seeds.json")])
     )

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, edit
 from scipy.stats import ttest_rel
-from test_table import edit, write_run
+from test_table import write_run
 
 from data.score import model_digest
 from experiments import report, run
@@ -178,13 +178,9 @@ def test_settings_that_no_entry_may_have(settings, runs, monkeypatch):
     read_runs[0].record["settings"] = settings
     (problem,) = record.problems_of(read_runs, None)
     (name,) = record.broken_rules(settings)
-    assert name in problem and record.broken_rules(record_settings("online")) == []
-
-
-def record_settings(name: str) -> dict:
-    """The settings of an entry, as a record holds them."""
-    config = load_config(["--config", str(record.FOLDER / f"{name}.yaml"), *record.FIXED])
-    return flat_settings(config.model_dump(mode="json", exclude_defaults=True))
+    assert name in problem
+    config = load_config(["--config", str(record.FOLDER / "online.yaml"), *record.FIXED])
+    assert record.broken_rules(flat_settings(config.model_dump(mode="json", exclude_defaults=True))) == []
 
 
 def test_offline_scores_of_another_model_do_not_enter_the_file(runs, monkeypatch):

@@ -11,24 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, commit_all, edit, git
 
 from experiments import records, report, run, starts
 
 STEPS = {"step": [1, 2], "score": [0.25, 0.5], "seconds_per_step": [1.5, 2.5]}
-
-
-def git(folder: Path, *words: str) -> str:
-    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
-    done = subprocess.run(["git", "-C", str(folder), *identity, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def commit(folder: Path, message: str) -> str:
-    git(folder, "add", "-A")
-    git(folder, "commit", "-qm", message)
-    return git(folder, "rev-parse", "HEAD")
 
 
 @pytest.fixture
@@ -48,20 +35,14 @@ def repository(tmp_path) -> Path:
     (source / "model").mkdir(parents=True)
     (source / "model" / "model.safetensors").write_bytes(b"weights")
     (source / "model" / "config.json").write_text("{}")
-    first = commit(root, "whole")
+    first = commit_all(root)
     records.write_small("question/runs.jsonl", ["score"], studies)
     git(root, "rm", "-q", "experiments/studies/earlier/README.md")
     index = json.loads((studies / records.INDEX).read_text())
     assert index == {"question/runs.jsonl": first}
     (studies / records.INDEX).write_text(json.dumps(index | {"earlier": first}))
-    commit(root, "small")
+    commit_all(root)
     return root
-
-
-def edit(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new, 1))
 
 
 def test_a_small_record_has_all_that_the_gate_reads_and_the_chosen_steps(repository):
@@ -180,13 +161,13 @@ def start(repository, tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(starts, "STARTS", repository / "experiments" / "starts")
     monkeypatch.setattr("runtime.checkpoint.digest_of_weights", lambda folder: "5eed")
     folder = starts.add("mine", tmp_path / "built")
-    first = commit(repository, "start")
+    first = commit_all(repository)
     record = {"commit": first} | json.loads((folder / starts.RECORD).read_text())
     git(repository, "rm", "-qr", "--cached", "experiments/starts/mine/model")
     (folder / starts.RECORD).write_text(json.dumps(record))
     shutil.rmtree(folder / "model")
     (repository / ".gitignore").write_text((ROOT / ".gitignore").read_text())
-    commit(repository, "the start leaves the tree")
+    commit_all(repository)
     return folder
 
 
@@ -218,7 +199,7 @@ def test_the_record_of_a_start_that_left_is_as_at_its_commit(start, repository, 
     edit(start / starts.RECORD, '"model/model.safetensors": "', '"model/model.safetensors": "0')
     (problem,) = starts.all_problems(starts.STARTS)
     assert "mine: files, weights of start.json: not as committed" in problem
-    commit(repository, "forged")
+    commit_all(repository)
     assert starts.all_problems(starts.STARTS) == [problem]
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repository}", str(tmp_path / "clone"))
     assert starts.all_problems(tmp_path / "clone" / "experiments" / "starts") == []

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, assert_close
-from helpers import FakeRanks, make_batch
+from conftest import assert_close
+from helpers import FakeRanks, make_batch, plugin
 
 import train_rl
 from batch import PolicyOutputs, RolloutBatch
@@ -31,11 +31,6 @@ MAX_NEW_TOKENS = 13
 GSPO = {"ratio_level": "sequence", "clip_eps_low": 0.1, "clip_eps_high": 0.15}
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15}
 KL = {"beta": 0.3, "use_bias_correction_kl": False}
-
-
-def plugin(hook: str, name: str, **arguments) -> dict:
-    """Return the settings that call a function of experiments/plugins, for example sapo.py:sapo."""
-    return {hook: str(ROOT / "experiments" / "plugins" / name), f"{hook}_args": arguments}
 
 
 CASES = {  # {method: (our settings, TRL's)}

@@ -1,18 +1,12 @@
 """The copy of the source that a run saves (runtime/checkpoint.py: save_source)."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import commit_all, git
 
 from runtime import checkpoint, provenance
-
-
-def git(repository: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    command = ["git", "-C", str(repository), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture
@@ -30,9 +24,7 @@ def repository(tmp_path, monkeypatch) -> Path:
 def commit(repository: Path) -> str:
     git(repository, "init", "-q")
     (repository / ".gitignore").write_text("ignored.py\n")
-    git(repository, "add", ".")
-    git(repository, "commit", "-q", "-m", "first")
-    return git(repository, "rev-parse", "HEAD")
+    return commit_all(repository)
 
 
 def test_of_a_clean_checkout_the_commit_and_the_script_are_saved(repository, tmp_path):

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, commit_all, edit, git
 from scipy.stats import ttest_rel
 
 from experiments import declaration, report, run
@@ -70,12 +70,6 @@ def read_log(folder: Path) -> list[dict]:
 
 def write_log(folder: Path, log: list[dict]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
-
-
-def edit(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new, 1))
 
 
 def is_evaluation(entry: dict) -> bool:
@@ -451,7 +445,7 @@ def document(tmp_path, monkeypatch) -> Path:
         for seed in range(2)
     ]
     (root / "table").mkdir(parents=True)
-    subprocess.run(["git", "init", "-q", root], check=True)
+    git(root, "init", "-q")
     write_record(root / "table" / "runs.jsonl", *folders)
     monkeypatch.setattr(report, "ROOT", root)
     file = root / "table" / "README.md"
@@ -549,9 +543,7 @@ def test_a_closed_table_is_that_of_its_commit(document, capsys):
     file = root / "table" / "old.md"
     table = "| rows | s |\n|---|---|\n| a | 1.2 |\n\n> Note: Undeclared."
     file.write_text(f"| other |\n|---|\n| 1 |\n\n<!-- report: module gone.bench gone.json -->\n{table}\n")
-    git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@a"]
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-qm", "a"], check=True)
+    commit_all(root)
     for closed, cells, message in (
         ("HEAD", "1.2", None), ("HEAD", "1.3", "1.3 in the text, a | 1.2 in the record"),
         ("0123456", "1.2", "0123456"),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, SMALL, torchrun_command, train
+from conftest import ROOT, SMALL, torchrun_command, trained
 
 from data import chat, formats
 from data.chat import ChatTemplate, load_tokenizer
@@ -68,12 +68,11 @@ def runtime_torchrun(num_ranks: int, *arguments: object, **options):
 )  # fmt: skip
 def test_a_job_on_one_node_listens_on_loopback_only(start, ranks, demo_model, tmp_path):
     (tmp_path / "spy.py").write_text(SPY)
-    done = train(
+    done = trained(
         *SMALL, "train.num_steps=1", "eval.every=0", "checkpoint.every=0", f"run.dir={tmp_path}/run",
         f"algorithm.gain={tmp_path}/spy.py:gain", f"algorithm.gain_args={{file: {tmp_path}/addresses}}",
         f"model.ep_size={max(1, ranks)}", ranks=ranks, start=start,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
     files = sorted(tmp_path.glob("addresses_*"))
     assert len(files) == max(1, ranks)
     addresses = [entry for file in files for entry in json.loads(file.read_text())]

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import random
-import shutil
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -18,10 +17,10 @@ import pytest
 import scipy.special
 import scipy.stats
 import torch
-from conftest import SMALL, save_small_moe, train
+from conftest import SMALL, save_small_moe, trained
 from helpers import (
     RankSuite,
-    assert_same_run,
+    assert_resumes_exactly,
     hashed_answer,
     judged,
     make_completion,
@@ -199,9 +198,7 @@ def test_the_part_of_a_sum_that_decides_about_variance():
     def outcome(*parts: tuple[float, float], part: str | None = "math", binary: bool = False):
         verdicts = [Verdict(0.9 * m + 0.1 * f, "wrong", parts={"math": m, "exact": f}) for m, f in parts]
         group = train_rl.Group(0, 0, judged([make_completion(1)] * len(parts), verdicts))
-        config = make_config(
-            "reward.binary=true" if binary else "reward.binary=false", "zero_variance.drop=true"
-        )
+        config = make_config(f"reward.binary={binary}", "zero_variance.drop=true")
         zero = config.zero_variance.model_copy(update={"part": part})
         return train_rl.outcome_of(group, config.model_copy(update={"zero_variance": zero}))
 
@@ -842,32 +839,24 @@ def test_history_probes_and_rl_zvp_resume_exactly(demo_model, tmp_path):
     """Resume from the checkpoint of step 2, including the record, as if killed after that step."""
     straight = tmp_path / "straight"
     command = [*SHORT, *STAGES, RL_ZVP, "teacher.path=data/built/tiny/model"]
-    done = train(*command, f"run.dir={straight}", ranks=1, timeout_s=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(*command, f"run.dir={straight}", ranks=1)
     assert_account_adds_up(straight)
     rows = steps_of(straight)
     assert any(row["teacher_frac"] > 0 and row["account/teacher_tokens_total"] > 0 for row in rows)
     for name in ("skipped", "stopped", "refilled"):
         assert sum(row[f"account/prompts_{name}"] for row in rows) > 0, name
     assert sum(row["account/prompts_skipped"] for row in rows[2:]) > 0, "the record is used after resuming"
-    resumed = shutil.copytree(straight, tmp_path / "resumed")
-    (resumed / "summary.json").unlink()
-    shutil.rmtree(resumed / "checkpoints" / "step_000004")
-    done = train(*command, f"run.dir={resumed}", ranks=1, timeout_s=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "resumed from" in done.stdout + done.stderr
-    assert_same_run(straight, resumed)
+    assert_resumes_exactly(straight, 4, *command, ranks=1)
 
 
 @pytest.mark.slow
 def test_drop_and_refill_run_on_two_ranks(demo_model, tmp_path):
     """All stages that combine with refill; every step trains on eight groups or ends short."""
-    done = train(*SHORT, *STAGES, DROP, REFILL, f"run.dir={tmp_path}", timeout_s=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(*SHORT, *STAGES, DROP, REFILL, f"run.dir={tmp_path}")
     assert_account_adds_up(tmp_path)
     for row in steps_of(tmp_path):
-        trained = row["account/prompts_sampled"] - row["account/prompts_dropped"]
-        assert trained == 8 or (trained < 8 and row["account/rounds"] >= 4)
+        num_trained = row["account/prompts_sampled"] - row["account/prompts_dropped"]
+        assert num_trained == 8 or (num_trained < 8 and row["account/rounds"] >= 4)
         assert row["account/prompts_refilled"] == row["account/prompts_sampled"] - 8
         assert row["account/wasted_stopped_tokens_total"] == 0, "dropping includes stopped probes"
         assert row["abs_dlogp"] < 1e-4 and row["gradient_tokens_total"] > 0

@@ -84,6 +84,12 @@ def with_range(values: dict[str, Any], form: str) -> str:
     return f"{values['median']:{form}} ({values['min']:{form}}-{values['max']:{form}})"
 
 
+def mean_with_range(values: list[float], form: str = ".3g") -> str:
+    """Format the mean and, in brackets, the range of values."""
+    mean, low, high = (format(value, form) for value in (sum(values) / len(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low}-{high})"
+
+
 def markdown(names: list[str], rows: list[list]) -> list[str]:
     """Return the lines of a Markdown table."""
     lines = ["| " + " | ".join(map(str, line)) + " |" for line in (names, *rows)]
@@ -92,24 +98,24 @@ def markdown(names: list[str], rows: list[list]) -> list[str]:
 
 def write_json(path: Path | None, data: dict | list) -> None:
     """Write results to a file, if a path is set; each row of a list gets its own line."""
-    if path is not None and isinstance(data, list):
+    if isinstance(data, list):
         replace_text(path, "[\n" + ",\n".join(map(json.dumps, data)) + "\n]\n")
-    elif path is not None:
+    else:
         replace_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file atomically: a kill leaves the earlier content or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+def replace_text(path: Path | None, text: str) -> None:
+    """Write a text file, if a path is set, atomically: a kill leaves the earlier content or the new one."""
+    if path is not None:
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
 
 
 def write_results(path: Path | None, results: dict | list) -> None:
     """Write the results of a benchmark to a file, if a path is set, with their origin under `made`."""
     made = {**commit_of(), "date": now(), "machine": machine_of(), "versions": versions_of()}
-    if path is not None:
-        replace_text(path, json.dumps({"made": made, "results": results}, indent=1) + "\n")
+    write_json(path, {"made": made, "results": results})
 
 
 def read_results(path: Path) -> Any:

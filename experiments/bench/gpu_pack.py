@@ -44,29 +44,15 @@ MEMBERS = {  # optional: {name: {folder in the archive: requirements}}
 }
 # 64 MiB travel at a time, the working tree (13 MiB) included: 5 MiB are left for its growth.
 PART_MIB = 46
-GLIBC = (
-    35,
-    34,
-    31,
-    28,
-    27,
-    26,
-    24,
-    17,
-    12,
-    5,
-)  # versions 2.N of the machine's C library, as in wheels' names
+GLIBC = (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)  # versions 2.N of the machine's C library, in wheels' names
 TAGS = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
 UNUSED = re.compile(
     r"vllm/(vllm-rs|benchmarks/|third_party/fmha_sm100/|vllm_flash_attn/_vllm_fa2_C\."  # fa3 serves Hopper
     r"|third_party/deep_gemm/_C\.cpython-3(?!12-)\d+-|_(flashmla|flashkda|deepselect|qutlass|rust_tool_parser)"
     r"|distributed/.*\.jpg|entrypoints/.*/static/)"
 )
-LZMA = {
-    "id": lzma.FILTER_LZMA2,
-    "preset": 2,
-    "dict_size": 2**26,
-}  # preset 6 takes five times as long for 8 % less
+# Preset 6 takes five times as long for 8 % less.
+LZMA = {"id": lzma.FILTER_LZMA2, "preset": 2, "dict_size": 2**26}
 
 
 def keep_gpu_code(library: bytes, architecture: int = 90) -> bytes:

@@ -12,7 +12,7 @@ import json
 import statistics
 from pathlib import Path
 
-from experiments.bench.common import make_parser, markdown, write_json
+from experiments.bench.common import make_parser, markdown, mean_with_range, write_json
 
 EVALUATED = {"avg_at_8": "pass@1, mean of 8 samples", "accuracy": "accuracy, greedy", "pass_at_8": "pass@8"}
 STEPS = 50
@@ -38,9 +38,7 @@ def table_lines(data: list[dict]) -> list[str]:
     """Return the table of the runs: mean, and in brackets the range."""
 
     def spread(name: str, form: str = ".3f") -> str:
-        values = [run[name] for run in data]
-        mean, low, high = [format(statistic(values), form) for statistic in (statistics.mean, min, max)]
-        return mean if low == high else f"{mean} ({low}-{high})"
+        return mean_with_range([run[name] for run in data], form)
 
     rows = [[text, spread(f"{name}_before"), spread(f"{name}_after")] for name, text in EVALUATED.items()]
     rows += [

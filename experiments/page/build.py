@@ -41,12 +41,12 @@ def build_page(header: dict, prompts: list[dict], details: list[list[dict | None
     None for a completion without recorded tokens.
     """
     all_details = [detail for prompt_details in details for detail in prompt_details if detail]
+    levels = {p["difficulty"]: p["difficulty_order"] for p in prompts if p["difficulty"]}
     choices = {
         "sources": sorted({p["source"] for p in prompts if p["source"]}),
-        "difficulties": list(dict.fromkeys(p["difficulty"] for p in sorted(prompts, key=_difficulty_order)
-                                           if p["difficulty"])),
+        "difficulties": sorted(levels, key=levels.get),
         "scales": scales_of(all_details),
-    }  # fmt: skip
+    }
     entries = [{key: value for key, value in p.items() if key != "difficulty_order"} for p in prompts]
     elements = [data_element("index", {"header": header | choices, "prompts": entries})]
     for number, prompt_details in enumerate(details):
@@ -62,11 +62,6 @@ def build_page(header: dict, prompts: list[dict], details: list[list[dict | None
     page = re.split(r"\{\{(\w+)\}\}", (FOLDER / "page.html").read_text())  # text, name, text, name ...
     page[1::2] = [fields[name] for name in page[1::2]]
     return "".join(page)
-
-
-def _difficulty_order(prompt: dict) -> float:
-    order = prompt.get("difficulty_order")
-    return math.inf if order is None else order
 
 
 def digest(text: str) -> str:
@@ -160,7 +155,7 @@ def token_details(row: dict, pieces: list[str]) -> dict:
         "engine": rounded(engine, ".5f"),
         "trainer": rounded(trainer, ".5f"),
         "entropy": rounded(entropy, ".4f"),
-        "high": None if entropy is None else highest_sampled(entropy, HIGH_ENTROPY_SHARE),
+        "high": None if entropy is None else highest(entropy, HIGH_ENTROPY_SHARE),
         "turns": [[turn["role"], turn["num_tokens"]] for turn in row["turns"]] if "turns" in row else None,
     }
     if engine is not None and trainer is not None:  # the page adds engine and difference: smaller than both
@@ -176,20 +171,15 @@ def rounded(values: Sequence[float | None] | None, form: str) -> list[float | No
     return finite([None if value is None else float(format(value, form)) for value in values])
 
 
-def highest(values: Sequence[float], share: float) -> list[int]:
+def highest(values: Sequence[float | None], share: float) -> list[int]:
     """Return the positions of the highest values: a share of all values, rounded up; ties go to the first.
 
-    For entropies, this is ESPO's first token group (arXiv 2512.00499, eq. 7), see entropy_groups() of
-    train_rl.py. Example: share 0.2 of 11 tokens selects 3 tokens.
+    Values of null, at inserted tokens, do not count. For entropies, this is ESPO's first token group (arXiv
+    2512.00499, eq. 7), see entropy_groups() of train_rl.py. Example: share 0.2 of 11 tokens selects 3 tokens.
     """
-    order = np.argsort(-np.asarray(values, dtype=np.float64), kind="stable")
-    return sorted(order[: math.ceil(len(values) * share - 1e-9)].tolist())
-
-
-def highest_sampled(values: Sequence[float | None], share: float) -> list[int]:
-    """Return the positions of the highest values, as highest(), among the values that are not null."""
     positions = [i for i, value in enumerate(values) if value is not None]
-    return [positions[i] for i in highest([values[i] for i in positions], share)]
+    order = np.argsort([-values[i] for i in positions], kind="stable")
+    return sorted(positions[i] for i in order[: math.ceil(len(positions) * share - 1e-9)])
 
 
 def scales_of(details: list[dict]) -> dict[str, float]:
