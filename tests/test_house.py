@@ -312,15 +312,15 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 4010,
-    "lines of Python, data": 4540,
+    "lines of Python, data": 4535,
     "lines of Python, examples": 80,
-    "lines of Python, experiments": 9035,
+    "lines of Python, experiments": 8965,
     "lines of Python, extras": 1925,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5040,
-    "lines of Python, tests": 29575,
+    "lines of Python, tests": 29530,
     "lines of Python, tests/campaign": 2020,
-    "lines of Python, the root": 11445,
+    "lines of Python, the root": 11490,
     "lines of Python, verifiers": 3480,
 }
 
@@ -360,4 +360,4 @@ def test_the_tree_keeps_its_budgets():
                 if count > BUDGETS.get(name, 0)}  # fmt: skip
     assert not exceeded, "delete as much elsewhere, or argue for another budget in the commit"
     folders = [name for name in BUDGETS if name.startswith("lines of Python") and "tests" not in name]
-    assert sum(BUDGETS[name] for name in folders) <= 36300
+    assert sum(BUDGETS[name] for name in folders) <= 36260
