@@ -82,7 +82,9 @@ def seed_notes(rows: Records, parents: dict[str, str], declared: dict[str, dict]
     for row, seeds in missing.items():
         if seeds:
             by_seeds.setdefault(ranges(seeds), []).append(row)
-    texts = [f"{seeds} of {', '.join(names)}" for seeds, names in by_seeds.items()]
+    texts = []
+    for seeds, names in by_seeds.items():
+        texts.append(f"{seeds} of {'all rows' if 2 < len(names) == len(rows) else ', '.join(names)}")
     notes = [f"Seeds without a run: {'; '.join(texts)}."] if texts else []
     apart = [row for row in rows if not seeds_of(rows[row]) & seeds_of(rows[parents[row]])]
     return notes + ([f"No seed in common with the parent: {', '.join(apart)}."] if apart else [])
@@ -153,7 +155,8 @@ def contrast_notes(declared: dict[str, dict], shown: Shown) -> list[str]:
         ("Declared contrasts that the correction lacks", shown.corrected and contrasts - shown.corrected),
     ):
         if declared and pairs:
-            notes.append(f"{text}: {', '.join(f'{row} - {parent}' for row, parent in sorted(pairs))}.")
+            names = ", ".join(f"{row} - {parent}" for row, parent in sorted(pairs))
+            notes.append(f"{text}: {names if len(pairs) < 8 else len(pairs)}.")
     return notes
 
 
