@@ -317,11 +317,11 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, experiments": 8965,
     "lines of Python, extras": 1925,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5040,
+    "lines of Python, runtime": 5030,
     "lines of Python, tests": 29530,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 11490,
-    "lines of Python, verifiers": 3480,
+    "lines of Python, verifiers": 3475,
 }
 
 
