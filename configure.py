@@ -53,7 +53,10 @@ def check_stages(config: Config) -> None:
 
 def stage_configs(config: Config) -> list[Config]:
     """Return the complete settings of each stage; a run without `stages` is a single stage."""
-    explain_error = lambda error, prefix: explain(error, Config, prefix)
+
+    def explain_error(error, prefix: str) -> str:
+        return explain(error, Config, prefix)
+
     return settings_of_stages(config, free_per_stage(Config), explain_error)
 
 

@@ -58,9 +58,7 @@ def kernels_in_worker(worker) -> str:
 # ------------------------------------------------------------------------------------------------------------
 # Sampling on CPUs
 # ------------------------------------------------------------------------------------------------------------
-SMALL_VOCAB = (
-    4096  # tokens for which samples are drawn by vLLM's noise, so that recorded runs keep their bits
-)
+SMALL_VOCAB = 4096  # up to so many tokens samples are drawn by vLLM's noise: recorded runs keep their bits
 BLOCK = 256  # tokens whose probabilities are added first
 
 
@@ -68,7 +66,7 @@ def draw_seeded_tokens() -> None:
     """Let vLLM on CPUs draw the tokens of seeded requests without noise for every token of the vocabulary.
 
     vLLM draws exponential noise for the whole vocabulary twice, once for all requests and once more for each
-    request with a seed: half of the time of a rollout of SmolLM2 (49,152 tokens, 32 requests). Here a request
+    request with a seed: half of the time of an engine of SmolLM2 (49,152 tokens, 32 requests). Here a request
     takes one uniform number from its generator, or in a small vocabulary vLLM's second noise alone.
     """
     from vllm.v1.sample.ops import topk_topp_sampler as ops

@@ -681,6 +681,7 @@ def search(task: Task, most: int = 5) -> list[tuple[dict, Task]]:
         change = dict(zip(grid, values, strict=True))
         change |= change.pop("optimizer")
         num_completions = task.completions * change["rollout.tensor_parallel"] / task.num_gpus
+        # all completions of an engine start together, if they are at most 1,024
         change["rollout.max_num_seqs"] = next((n for n in (256, 512) if n >= num_completions), 1024)
         changed_task = task.with_settings(change)
         if why_not(changed_task) is None:

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Build task instances in data/built: prompts, and the start weights that the tree or its history holds.
 #   bash experiments/prepare.sh chains chains_3 tasks_small_3
-# data.tiny trains the warm start of an instance that neither holds, for example of chains_100. tasks_small has 92
-# to 96 training prompts of the tasks of `make real`, and no start weights.
+# data.tiny trains the warm start of an instance that neither holds, for example of chains_100. tasks_small has 96
+# training prompts of the tasks of `make real`, and no start weights.
 set -e
 python=${PYTHON:-python}
 for instance in "$@"; do

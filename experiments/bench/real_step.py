@@ -28,7 +28,8 @@ results.update_over_bound of the record is {trainer: update / bound, the median 
 
 The bound of a rollout is the time of the products of its generated tokens, in the dtype of our engine, at the
 rate of one thread that multiplies 32 rows with as many weights as the dense model has. So it contains reading
-the weights once per 32 tokens. It leaves out prompts, attention, sampling, and ends with fewer rows.
+the weights once per 32 tokens. It leaves out prompts, attention and sampling, and counts 32
+rows also after most completions have ended.
 """
 
 import argparse
