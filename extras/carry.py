@@ -12,6 +12,8 @@ ends by itself; waiting groups start first, and after max_age steps a rollout wa
 prompt starves.] Every token keeps its log-probability under the policy that sampled it, and the version of
 this policy (Completion.versions); corrections such as algorithm.rollout_correction apply to each. Routes of
 earlier tokens are those of the engine that finished the completion.
+
+With carry.late=drop the other groups are dropped, with all their tokens: the control of experiments.
 """
 
 import math
@@ -22,6 +24,7 @@ import torch.distributed as dist
 
 from batch import UNFINISHED, Completion, Group, Job, Prefix, Request, RolloutBatch
 from extras.base import Extra, Launch
+from extras.settings import CarrySettings
 from runtime.schedule import from_all_ranks
 
 
@@ -40,6 +43,7 @@ class Carried:
     waiting: list[Waiting] = field(default_factory=list)  # of this rank, oldest first
     ages: dict[int, int] = field(default_factory=dict)  # {slot: age} of the groups that a rollout continues
     num_waiting: int = 0  # over all ranks
+    dropped_tokens: int = 0  # of the last rollout, of this rank
 
 
 class Carry(Extra):
@@ -52,6 +56,8 @@ class Carry(Extra):
         """Refuse other ways to split a rollout, and cuts that would change how a completion ends."""
         zero = config.zero_variance
         rollout = config.rollout
+        if config.carry.late == "drop" and config.carry.max_age != CarrySettings().max_age:
+            yield "{carry.late} leaves no group for {carry.max_age}"
         for name, value in (("probe_size", zero.probe_size), ("refill", zero.refill)):
             if value:
                 yield f"{{carry.share}} ends the only round of a step, {{zero_variance.{name}}} adds some"
@@ -136,9 +142,13 @@ class Carry(Extra):
         return num_complete >= math.ceil(carry.share * len(groups)) and not is_late
 
     def keep(self, run, groups: list[Group]) -> None:
-        """Let the unfinished groups of this rank wait. Collective."""
+        """Let the unfinished groups of this rank wait, or drop them. Collective."""
         carried = run.extras["carry"]
         groups = [group for group in groups if not group.is_finished]
+        if run.config.carry.late == "drop":
+            lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+            carried.dropped_tokens = sum(lengths)
+            return
         carried.waiting = [Waiting(group, carried.ages.get(group.slot, 0) + 1) for group in groups]
         carried.num_waiting = sum(from_all_ranks(len(groups)))
 
@@ -146,12 +156,14 @@ class Carry(Extra):
         """Measure the ages of the trained tokens, in steps."""
         assert batch.policy_versions is not None, "the engine sets the versions of all completions"
         ages = run.state.step - batch.policy_versions[batch.response_mask]
-        batch.extras["carry"] = (int(ages.sum()), len(ages), run.extras["carry"].num_waiting)
+        carried = run.extras["carry"]
+        batch.extras["carry"] = (int(ages.sum()), len(ages), carried.num_waiting, carried.dropped_tokens)
 
     def metrics(self, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
-        """Return the mean age of the trained tokens, and the groups that wait after the rollout."""
-        age_sum, num_tokens, num_waiting = batch.extras["carry"]
-        return {"token_age_mean": (age_sum, num_tokens), "carried_groups": (num_waiting, 1)}
+        """Return the mean age of the trained tokens, the waiting groups and all generated tokens."""
+        age_sum, num_tokens, num_waiting, num_dropped = batch.extras["carry"]
+        ages = {"token_age_mean": (age_sum, num_tokens), "carried_groups": (num_waiting, 1)}
+        return ages | ({"tokens_total": (num_tokens + num_dropped, 1)} if num_dropped else {})
 
     def rank_state(self, run) -> list[dict]:
         """Return the waiting groups of this rank."""

@@ -112,6 +112,11 @@ class CarrySettings(Section):
         le=1,
     )
     max_age: int = setting(2, "wait for a group that so many rollouts have left unfinished", ge=1)
+    late: Literal["continue", "drop"] = setting(
+        "continue",
+        "what becomes of the unfinished groups. drop: they are lost until the next epoch, and long answers "
+        "with them; a control for experiments",
+    )
 
     @property
     def is_on(self) -> bool:

@@ -10,7 +10,7 @@ from conftest import SMALL, trained
 from helpers import FakeEngine, assert_resumes_exactly, make_completion, make_config, make_run, steps_of
 
 import train_rl
-from batch import UNFINISHED
+from batch import UNFINISHED, RolloutBatch
 from experiments.bench.carried import predicted_gain, seconds_of, trained_by_tenth
 from extras import base
 
@@ -46,10 +46,10 @@ class FakeSlowEngine(FakeEngine):
         return completions
 
 
-def make_carrying_run(share: float, max_age: int):
+def make_carrying_run(share: float, *settings: str):
     config = make_config(
-        f"carry.share={share}", f"carry.max_age={max_age}", f"rollout.group_size={GROUP_SIZE}",
-        f"rollout.prompts_per_step={NUM_PROMPTS}",
+        f"carry.share={share}", f"rollout.group_size={GROUP_SIZE}", f"rollout.prompts_per_step={NUM_PROMPTS}",
+        *settings,
     )  # fmt: skip
     run = make_run(config, None, 60, extras={})
     run.engine = run.pool = FakeSlowEngine(None)
@@ -60,7 +60,7 @@ def make_carrying_run(share: float, max_age: int):
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("share, max_age", [(0.5, 1), (0.5, 3), (0.01, 2), (1, 1)])
 def test_every_group_is_trained_on_once_in_bounded_time(share, max_age):
-    run = make_carrying_run(share, max_age)
+    run = make_carrying_run(share, f"carry.max_age={max_age}")
     trained = Counter()
     born = {}  # {prompt: step of its first token}
     for step in range(9):
@@ -81,13 +81,39 @@ def test_every_group_is_trained_on_once_in_bounded_time(share, max_age):
                 versions = [v.policy_version for v in completion.versions for _ in range(v.num_tokens)]
                 assert len(versions) == length and versions == sorted(versions)
                 assert born[group.prompt_index] <= versions[0] <= versions[-1] <= step
-        copy = make_carrying_run(share, max_age)
+        copy = make_carrying_run(share)
         base.load("carry").restore_rank_state(copy, base.load("carry").rank_state(run))
         assert copy.extras["carry"].waiting == waiting
         train_rl.update_history(run, list(outcomes.values()))
         run.state.step += 1
     assert set(trained.values()) == {1} and len(trained) == run.state.consumed_prompts - len(waiting)
     assert (share == 1) == (born.keys() == trained.keys())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_late_groups_are_dropped_and_their_tokens_counted():
+    """The dropped groups are those with the longest completions, and never come back."""
+    run = make_carrying_run(0.5, "carry.late=drop")
+    seen = []
+    for step in range(9):
+        groups, outcomes, account = train_rl.sample_step(run)
+        carried = run.extras["carry"]
+        assert account["offered"] == NUM_PROMPTS and not carried.waiting and len(groups) < NUM_PROMPTS
+        longest = max(len(completion.token_ids) for group in groups for completion in group.completions)
+        num_late = NUM_PROMPTS - len(groups)
+        assert num_late * longest <= carried.dropped_tokens <= num_late * GROUP_SIZE * longest
+        batch = RolloutBatch.__new__(RolloutBatch)
+        batch.policy_versions, batch.response_mask = torch.full((2, 3), step), torch.ones(2, 3).bool()
+        batch.extras = {}
+        base.load("carry").after_rollout(run, batch, groups)
+        metrics = base.load("carry").metrics(batch)
+        assert (
+            metrics["tokens_total"] == (6 + carried.dropped_tokens, 1) and metrics["carried_groups"][0] == 0
+        )
+        train_rl.update_history(run, list(outcomes.values()))
+        seen += [group.prompt_index for group in groups]
+        run.state.step += 1
+    assert len(seen) == len(set(seen)) < run.state.consumed_prompts
 
 
 @pytest.mark.parametrize("name, first, second", [
@@ -118,13 +144,19 @@ def test_a_run_with_waiting_completions_resumes_exactly(tmp_path):
 
 
 # ---- the benchmark -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("groups, seconds, low, high", [
-    ([[50] * 8], (1, 0), 1, 1),  # equal lengths: nothing to gain
-    ([[10] * 8] * 9 + [[10] * 7 + [200]], (1, 0), 2, 5),  # one late completion in ten groups, free tokens
-    ([[10] * 8] * 9 + [[10] * 7 + [200]], (0, 1), 0.97, 1.03),  # each token costs: carrying saves none
+@pytest.mark.parametrize("groups, seconds, low, high, dropping", [
+    ([[50] * 8], (1, 0), 1, 1, 1),  # equal lengths: nothing to gain
+    # One late completion in ten groups. Free tokens: 14.5 groups in 13.2 steps (200 if five are late,
+    # p = .017), in place of 16 in 165.
+    ([[10] * 8] * 9 + [[10] * 7 + [200]], (1, 0), 2, 5, 14.5 / 13.2 * 164.8 / 16),
+    # Each token costs: carrying saves none, dropping the last 190 of a late completion.
+    ([[10] * 8] * 9 + [[10] * 7 + [200]], (0, 1), 0.97, 1.03, 0.9 * (80 + 19) / 80),
 ])  # fmt: skip
-def test_the_predicted_gain_of_carrying(groups, seconds, low, high):
+def test_the_predicted_gain_of_carrying_and_of_dropping(groups, seconds, low, high, dropping):
     assert low <= predicted_gain(groups, 16, 0.75, 2, seconds) <= high
+    assert predicted_gain(groups, 16, 0.75, 2, seconds, drops=True) == pytest.approx(
+        dropping, rel=0.3
+    )  # 300 draws
     rows = [
         {"completion_tokens_max": a, "tokens_total": b, "seconds/rollout": a * 0.5 + b * 0.25}
         for a, b in ((3, 9), (5, 11), (4, 30))

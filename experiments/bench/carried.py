@@ -1,13 +1,13 @@
-"""Compare rollouts that carry late groups (carry.share) with rollouts that wait for all, in turns.
+"""Compare rollouts that carry late groups (carry.share), drop them, or wait for all, in turns.
 
-    python -m experiments.bench.carried --json carried.json           # chains, 4 rounds of 2 x 12 steps
+    python -m experiments.bench.carried --json carried.json           # chains, 4 rounds of 3 x 12 steps
     python -m experiments.bench.carried --share 0.5 rollout.prompts_per_step=8
 
-The first run waits. From its lengths and seconds the gain of carrying is predicted before any run carries:
+The first run waits. From its lengths and seconds the gains are predicted before any run carries or drops:
 rollouts of groups with these lengths are simulated, and a rollout takes a x (steps of the engine) + b x
 (tokens) seconds, with a and b fitted to the first run. Measured: groups trained per second of rollout. The
 second table has, for tenths of the prompts that the waiting run sampled, by length and by pass rate, the
-share that the carrying run has trained on after as many steps: even over the tenths if none starves.
+share that the other runs have trained on after as many steps: even over the tenths if none starves.
 """
 
 import json
@@ -26,14 +26,18 @@ from scipy.optimize import nnls
 
 from experiments.bench.common import ROOT, make_parser, markdown, spread, torchrun, with_range, write_results
 
+RULES = {"wait": (), "carry": (), "drop": ("carry.late=drop",)}
 WARMUP_STEPS = 2
 NUM_SIMULATED = 300  # rollouts
 
 
-def simulate(groups: list[list[int]], num_groups: int, share: float, max_age: int) -> tuple[int, int, int]:
+def simulate(
+    groups: list[list[int]], num_groups: int, share: float, max_age: int, drops: bool = False
+) -> tuple[int, int, int]:
     """Return engine steps, tokens and trained groups of rollouts of groups that are drawn with these lengths.
 
-    All completions of a rollout run at once, and each gets a token in every step of the engine.
+    All completions of a rollout run at once, and each gets a token in every step of the engine. drops: late
+    groups do not go on.
     """
     random = Random(0)
     waiting: list[tuple[int, list[int]]] = []  # (age, tokens that each completion still needs)
@@ -47,16 +51,20 @@ def simulate(groups: list[list[int]], num_groups: int, share: float, max_age: in
         engine_steps += length
         tokens += sum(min(length, rest) for _, of_group in running for rest in of_group)
         unfinished = [(age, rest) for age, rest in running if max(rest) > length]
-        waiting = [(age + 1, [max(0, need - length) for need in rest]) for age, rest in unfinished]
-        trained += len(running) - len(waiting)
+        trained += len(running) - len(unfinished)
+        waiting = [
+            (age + 1, [max(0, need - length) for need in rest]) for age, rest in unfinished if not drops
+        ]
     return engine_steps, tokens, trained
 
 
-def predicted_gain(groups, num_groups: int, share: float, max_age: int, seconds: tuple) -> float:
-    """Return trained groups per second of carrying over waiting; seconds: of an engine step, of a token."""
+def predicted_gain(
+    groups, num_groups: int, share: float, max_age: int, seconds: tuple, drops: bool = False
+) -> float:
+    """Return trained groups per second over those of waiting; seconds: of an engine step, of a token."""
     rates = []
     for fraction in (share, 1.0):
-        engine_steps, tokens, trained = simulate(groups, num_groups, fraction, max_age)
+        engine_steps, tokens, trained = simulate(groups, num_groups, fraction, max_age, drops)
         rates.append(trained / (seconds[0] * engine_steps + seconds[1] * tokens))
     return rates[0] / rates[1]
 
@@ -90,18 +98,36 @@ def groups_of(folder: Path) -> list[list[int]]:
     return list(groups.values())
 
 
-def trained_by_tenth(waiting: dict, carrying: dict) -> dict[str, list[float]]:
-    """Return the share of prompts that a carrying run has trained on, by tenths of length and of pass rate.
+def trained_by_tenth(waiting: dict, other: dict) -> dict[str, list[float]]:
+    """Return the share of prompts that another run has trained on, by tenths of length and of pass rate.
 
     Arguments: records of prompts (history.pt). Only prompts that the waiting run has sampled count.
     """
     sampled = waiting["tried"] > 0
-    trained = (carrying["tried"] > 0)[sampled].double()
+    trained = (other["tried"] > 0)[sampled].double()
     keys = {"length": waiting["mean_tokens"], "pass rate": waiting["solved"] / waiting["tried"].clamp(min=1)}
     return {
         name: [trained[part].mean().item() for part in values[sampled].argsort(stable=True).tensor_split(10)]
         for name, values in keys.items()
     }
+
+
+def table_lines(data: dict) -> list[str]:
+    """Return the tables of rates and of shares."""
+    predicted = data["predicted"]
+    gains = {name: [f"{predicted[name]:.2f}", with_range(data["gains"][name], ".2f")] for name in predicted}
+    rates = [
+        [name, with_range(rate, ".2f"), *gains.get(name, ["", ""])] for name, rate in data["rates"].items()
+    ]
+    shares = [
+        [f"{rule}, {key}", *(f"{share:.2f}" for share in of_tenths)]
+        for rule, by_key in data["trained"].items()
+        for key, of_tenths in by_key.items()
+    ]
+    header = ["late groups", "groups trained per second of rollout", "gain, predicted", "gain"]
+    return [
+        *markdown(header, rates), "", *markdown(["share trained, by tenth", *map(str, range(1, 11))], shares)
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -112,12 +138,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="steps per run (default: %(default)s)")
     args, settings = parser.parse_known_args()
     scratch = Path(tempfile.mkdtemp())
-    rates: dict[str, list[float]] = {"wait": [], "carry": []}
+    rates: dict[str, list[float]] = {name: [] for name in RULES}
     histories = {}
-    predicted = math.nan
+    predicted = {}
     for number in range(args.rounds):
-        for name in ("wait", "carry"):
-            more = [f"train.seed={number}", *([f"carry.share={args.share}"] if name == "carry" else [])]
+        for name in RULES:
+            switch = [] if name == "wait" else [f"carry.share={args.share}", *RULES[name]]
+            more = [f"train.seed={number}", *switch]
             rows = run_once(scratch / name, args.steps, [*settings, *more])[WARMUP_STEPS:]
             num_groups = [row["account/prompts_sampled"] for row in rows]
             rates[name].append(sum(num_groups) / sum(row["seconds/rollout"] for row in rows))
@@ -125,17 +152,20 @@ def main() -> None:
             histories[name] = torch.load(record, weights_only=True)
             if not number and name == "wait":
                 size = round(statistics.fmean(num_groups))
-                predicted = predicted_gain(groups_of(scratch / name), size, args.share, 2, seconds_of(rows))
-                print(f"predicted gain in trained groups per second: {predicted:.2f}", flush=True)
+                conditions = (groups_of(scratch / name), size, args.share, 2, seconds_of(rows))
+                predicted = {rule: predicted_gain(*conditions, rule == "drop") for rule in ("carry", "drop")}
+                print(f"predicted gain in trained groups per second: {predicted}", flush=True)
     shutil.rmtree(scratch)
-    gains = [carry / wait for wait, carry in zip(rates["wait"], rates["carry"])]
-    figures = {"gain": spread(gains), **{name: spread(values) for name, values in rates.items()}}
-    tenths = trained_by_tenth(histories["wait"], histories["carry"])
-    rows = [[name, with_range(values, ".2f")] for name, values in figures.items()]
-    print("\n".join(markdown(["groups trained per second of rollout", "median (range)"], rows)))
-    rows = [[name, *(f"{share:.2f}" for share in shares)] for name, shares in tenths.items()]
-    print("\n".join(markdown(["share trained, last round", *map(str, range(1, 11))], rows)))
-    write_results(args.json, {"predicted": predicted, **figures, "trained": tenths})
+    data = {
+        "predicted": predicted,
+        "rates": {name: spread(values) for name, values in rates.items()},
+        "gains": {
+            name: spread([own / wait for own, wait in zip(rates[name], rates["wait"])]) for name in predicted
+        },
+        "trained": {name: trained_by_tenth(histories["wait"], histories[name]) for name in predicted},
+    }
+    print("\n".join(table_lines(data)))
+    write_results(args.json, data)
 
 
 if __name__ == "__main__":
