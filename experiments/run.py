@@ -16,12 +16,11 @@ again. A folder that another run is using is refused too. Ctrl-C and SIGTERM end
 use --jobs 1, because every run takes the first GPUs, as many as --ranks.
 
 --row STUDY/ROW runs experiments/studies/STUDY/ROW.yaml with one seed and the recorded settings, and prints
-the new figures beside the recorded figures. If several records of the study hold the row and seed, --record
-names one of them, for example chains_third.jsonl. Recorded settings of an earlier version are read by their
-present names (runtime/old_settings.py). The run begins with the recorded start weights, brought from history
-if needed, with the prompts beside them (starts.py). If data/built lacks the model or prompts of the
-environment, prepare.sh of the study or experiments/prepare.sh builds both first. The commands in the study's
-README make all other files. model.ep_size is that of the record.
+the new figures beside the recorded figures. Recorded settings of an earlier version are read by their present
+names (runtime/old_settings.py). The run begins with the recorded start weights, brought from history if
+needed, with the prompts beside them (starts.py). If data/built lacks the model or prompts of the environment,
+prepare.sh of the study or experiments/prepare.sh builds both first. The commands in the study's README make
+all other files. model.ep_size is that of the record.
 
 If the study declares task instances, seed S reads those of its number, for example data/built/habits_3.
 
@@ -315,26 +314,21 @@ def row_file(row: Path) -> Path:
     return row
 
 
-def recorded_run(study: Path, row: str, seed: int, record: str | None) -> dict:
-    """Find the record of a row with a seed in the record files of a study, or in the file `record` alone.
+def recorded_run(study: Path, row: str, seed: int) -> dict:
+    """Find the record of a row with a seed in the record files of a study.
 
     The whole record, with all figures, if history holds it and is not shallow; else the small one.
     """
-    files = sorted(study.glob("*.jsonl"))
-    if record is not None and study / record not in files:
-        names = ", ".join(file.name for file in files) or "none"
-        raise ValueError(f"--record {record}: not in {from_root(study)}; its record files: {names}")
-    files = [study / record] if record else files
     runs = [
         (file.name, run)
-        for file in files
+        for file in sorted(study.glob("*.jsonl"))
         for run in map(json.loads, records.whole_text(file, or_small=True).splitlines())
         if run["row"] == row
     ]
     matches = [(name, run) for name, run in runs if run["seed"] == seed]
     if len(matches) > 1:
         names = ", ".join(name for name, _ in matches)
-        raise ValueError(f"--seed {seed}: row {row} is recorded in {names}; name one of them by --record")
+        raise ValueError(f"--seed {seed}: row {row} is recorded in several files: {names}")
     if not matches:
         seeds = ", ".join(map(str, sorted({run["seed"] for _, run in runs}))) or "none"
         raise ValueError(f"--seed {seed}: not recorded for row {row}; recorded seeds: {seeds}")
@@ -531,9 +525,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--row", metavar="STUDY/ROW", help="instead of --rows: reproduce a row of a study")
     parser.add_argument("--seed", type=int, default=0, help="seed of --row (default: %(default)s)")
-    parser.add_argument(
-        "--record", metavar="FILE", help="record file of --row, if several hold the row and seed"
-    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     parser.add_argument(
         "--ranks",
@@ -554,8 +545,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--jobs and --ranks must be at least 1")
     if args.row is None and None in (args.rows, args.seeds, args.out):
         parser.error("expected --rows, --seeds and --out; or --row STUDY/ROW")
-    if args.record is not None and args.row is None:
-        parser.error("--record belongs to --row")
     if args.row is not None:
         study, _, row = args.row.removesuffix(".yaml").rpartition("/")
         if args.rows or args.seeds or not study:
@@ -574,7 +563,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], dict | None
         if left := records.missing_study(study):
             raise ValueError(left)
         args.rows = [row_file(args.rows[0])]
-        recorded = recorded_run(study, args.rows[0].stem, args.seed, args.record)
+        recorded = recorded_run(study, args.rows[0].stem, args.seed)
         start = committed_start(recorded)
         args.settings = [*recorded_settings(args, recorded), *args.settings]
         args.settings += start_settings(args, start) if start else []

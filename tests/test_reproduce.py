@@ -1,5 +1,6 @@
 """Reruns: the YAML file and the record that `experiments/run.py --row` takes."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,29 +21,26 @@ def dry_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "file", "setting"),
+    "row, setting",
     [
-        ("real_regime/chains_grpo", "chains_own.jsonl", "model.path=experiments/starts/chains/model"),
-        ("real_regime/chains_grpo", "chains_third.jsonl", "train.learning_rate=0.00017"),
-        ("real_regime/chains_grpo", "chains_triple.jsonl", "train.learning_rate=0.0015"),
+        ("elimination_tuned/grpo", "model.path=experiments/starts/habits"),
+        ("losses_tuned/espo", "algorithm.entropy_clip_coef=0.2"),
     ],
 )
-def test_one_of_several_records_of_a_row_is_named(row, file, setting, dry_run, capsys):
-    """Row and seed alone are refused, because these records have other rates or starts."""
-    assert dry_run(row) == 2
-    error = capsys.readouterr().err
-    assert file in error and "--record" in error
-    assert dry_run(row, "--record", file) == 0
+def test_the_settings_of_a_record_are_those_of_the_run(row, setting, dry_run, capsys):
+    assert dry_run(row) == 0
     output = capsys.readouterr()
-    assert setting in output.out.split()
-    assert f"seed 0 of experiments/studies/{row.split('/')[0]}/{file}" in output.err
-    assert dry_run(row, "--record", "none.jsonl") == 2 and file in capsys.readouterr().err
+    assert any(word.startswith(setting) for word in output.out.split())
+    assert f"seed 0 of experiments/studies/{row.split('/')[0]}/runs.jsonl" in output.err
 
 
-def test_a_record_is_named_for_a_row_of_a_study_alone(capsys):
-    with pytest.raises(SystemExit):
-        run.main(["--rows", "a.yaml", "--seeds", "0", "--out", "runs/a", "--record", "runs.jsonl"])
-    assert "--record" in capsys.readouterr().err
+def test_two_records_of_a_run_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "from_root", Path)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"row": "grpo", "seed": 3}\n')
+    monkeypatch.setattr(run.records, "whole_text", lambda file, or_small: file.read_text())
+    with pytest.raises(ValueError, match=r"several files: a.jsonl, b.jsonl"):
+        run.recorded_run(tmp_path, "grpo", 3)
 
 
 def test_a_row_that_does_not_exist_names_the_rows_of_the_study(tmp_path):
