@@ -431,7 +431,7 @@ def collate(
         rollout_logprobs=rollout_logprobs,
         group_index=group_index,
         minibatch=torch.tensor([group.minibatch for _, group, _ in rows], dtype=torch.int64),
-        routed_experts=None if all(ids is None for ids in routes) else routes,
+        routed_experts=None if not routes or any(ids is None for ids in routes) else routes,
         topk_ids=topk_ids if has_topk else None,
         topk_logprobs=topk_logprobs if has_topk else None,
         turns=[c.turns for c in completions] if has_turns else None,

@@ -8,12 +8,13 @@ under the new policy, and are trained on when they are complete:
     step t+1   D goes on, three new prompts             trains on the three groups that are complete first
 
 [ours: the share is one of groups, not of completions, because an advantage needs the whole group; each rank
-ends by itself; waiting groups start first, and after max_age steps a rollout waits for them, so that no
-prompt starves.] Every token keeps its log-probability under the policy that sampled it, and the version of
-this policy (Completion.versions); corrections such as algorithm.rollout_correction apply to each. Routes of
-earlier tokens are those of the engine that finished the completion.
+ends by itself; waiting groups start before new ones, and a rollout waits for a group that max_age rollouts
+have left unfinished, so that no prompt starves; with carry.late=drop such a group is dropped.] Every token
+keeps its log-probability under the policy that sampled it, and the version of this policy
+(Completion.versions); corrections such as algorithm.rollout_correction apply to each. Routes of earlier tokens
+are those of the engine that finished the completion.
 
-With carry.late=drop the other groups are dropped, with all their tokens: the control of experiments.
+tokens_total counts the tokens that a step samples, also those of groups that go on or are dropped.
 """
 
 import math
@@ -24,7 +25,6 @@ import torch.distributed as dist
 
 from batch import UNFINISHED, Completion, Group, Job, Prefix, Request, RolloutBatch
 from extras.base import Extra, Launch
-from extras.settings import CarrySettings
 from runtime.schedule import from_all_ranks
 
 
@@ -42,8 +42,8 @@ class Carried:
 
     waiting: list[Waiting] = field(default_factory=list)  # of this rank, oldest first
     ages: dict[int, int] = field(default_factory=dict)  # {slot: age} of the groups that a rollout continues
-    num_waiting: int = 0  # over all ranks
-    dropped_tokens: int = 0  # of the last rollout, of this rank
+    known_tokens: int = 0  # that this rank's groups had before the rollout
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)  # of the last rollout
 
 
 class Carry(Extra):
@@ -56,8 +56,6 @@ class Carry(Extra):
         """Refuse other ways to split a rollout, and cuts that would change how a completion ends."""
         zero = config.zero_variance
         rollout = config.rollout
-        if config.carry.late == "drop" and config.carry.max_age != CarrySettings().max_age:
-            yield "{carry.late} leaves no group for {carry.max_age}"
         for name, value in (("probe_size", zero.probe_size), ("refill", zero.refill)):
             if value:
                 yield f"{{carry.share}} ends the only round of a step, {{zero_variance.{name}}} adds some"
@@ -71,6 +69,16 @@ class Carry(Extra):
             yield "{carry.share} keeps no distributions of earlier policies, which {centering.enabled} needs"
         if any(isinstance(stop, str) for stop in rollout.stop):
             yield "{carry.share} may cut a text of {rollout.stop} in two: name token ids"
+
+    def warnings(self, config) -> list[str]:
+        """Say that nothing corrects for tokens of earlier policies."""
+        algorithm = config.algorithm
+        if algorithm.old_policy == "trainer" and algorithm.rollout_correction == "none":
+            return [
+                "carry.share without algorithm.rollout_correction: nothing corrects for tokens of earlier "
+                "policies, because ratios are to the trainer's policy of the same step (algorithm.old_policy)"
+            ]
+        return []
 
     def check_stages(self, configs: list) -> None:
         """Refuse settings of a later stage that do not fit completions which wait from an earlier stage."""
@@ -117,8 +125,10 @@ class Carry(Extra):
         return jobs
 
     def requests(self, run, jobs: list[Job], requests: list[Request]) -> list[Request]:
-        """Let the requests of carried groups go on after their tokens, ahead of all others."""
-        ages = run.extras["carry"].ages
+        """Let the requests of carried groups go on after their tokens, longest expected of all."""
+        carried = run.extras["carry"]
+        ages = carried.ages
+        carried.known_tokens = num_tokens(job.group for job in jobs if job.group.slot in ages)
         places = [(group, sample) for group, samples in jobs for sample in samples]
         continued = []
         for (group, sample), request in zip(places, requests):
@@ -138,32 +148,31 @@ class Carry(Extra):
         groups = {request.group for request in requests}
         unfinished = {request.group for request, has_ended in zip(requests, ended) if not has_ended}
         num_complete = len(groups) - len(unfinished)
-        is_late = any(ages.get(slot, 0) >= carry.max_age for slot in unfinished)
+        is_late = carry.late == "finish" and any(ages.get(slot, 0) >= carry.max_age for slot in unfinished)
         return num_complete >= math.ceil(carry.share * len(groups)) and not is_late
 
     def keep(self, run, groups: list[Group]) -> None:
         """Let the unfinished groups of this rank wait, or drop them. Collective."""
+        carry = run.config.carry
         carried = run.extras["carry"]
-        groups = [group for group in groups if not group.is_finished]
-        if run.config.carry.late == "drop":
-            lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
-            carried.dropped_tokens = sum(lengths)
-            return
-        carried.waiting = [Waiting(group, carried.ages.get(group.slot, 0) + 1) for group in groups]
-        carried.num_waiting = sum(from_all_ranks(len(groups)))
+        late = [Waiting(g, carried.ages.get(g.slot, 0) + 1) for g in groups if not g.is_finished]
+        carried.waiting = [w for w in late if carry.late == "finish" or w.age < carry.max_age]
+        carried.metrics = {
+            "carried_groups": (sum(from_all_ranks(len(carried.waiting))), 1),
+            "carry_dropped_total": (len(late) - len(carried.waiting), 1),
+            "tokens_total": (num_tokens(groups) - carried.known_tokens, 1),
+        }
 
     def after_rollout(self, run, batch: RolloutBatch, groups: list[Group]) -> None:
         """Measure the ages of the trained tokens, in steps."""
         assert batch.policy_versions is not None, "the engine sets the versions of all completions"
         ages = run.state.step - batch.policy_versions[batch.response_mask]
-        carried = run.extras["carry"]
-        batch.extras["carry"] = (int(ages.sum()), len(ages), carried.num_waiting, carried.dropped_tokens)
+        age = {"token_age_mean": (int(ages.sum()), len(ages))}
+        batch.extras["carry"] = age | run.extras["carry"].metrics
 
     def metrics(self, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
-        """Return the mean age of the trained tokens, the waiting groups and all generated tokens."""
-        age_sum, num_tokens, num_waiting, num_dropped = batch.extras["carry"]
-        ages = {"token_age_mean": (age_sum, num_tokens), "carried_groups": (num_waiting, 1)}
-        return ages | ({"tokens_total": (num_tokens + num_dropped, 1)} if num_dropped else {})
+        """Return the mean age of the trained tokens, the groups that wait or are dropped, all new tokens."""
+        return batch.extras["carry"]
 
     def rank_state(self, run) -> list[dict]:
         """Return the waiting groups of this rank."""
@@ -173,6 +182,11 @@ class Carry(Extra):
         """Take over the waiting groups of a checkpoint."""
         waiting = [Waiting(Group.restored(entry["group"]), entry["age"]) for entry in values]
         run.extras["carry"].waiting = waiting
+
+
+def num_tokens(groups: Iterable[Group]) -> int:
+    """Return the number of tokens of all completions, finished or not."""
+    return sum(len(completion.token_ids) for group in groups for completion in group.completions)
 
 
 def unfinished_of(group: Group) -> list[int]:

@@ -113,7 +113,8 @@ def begin(draft: Tokens, today: Tokens, form: str, lenience: float, random: Rand
     """
     num = 0
     for old, new in zip(draft.logprobs.tolist(), today.logprobs.tolist()):
-        if not random.random() < math.exp(min(0.0, math.log(lenience) + new - old)):  # NaN is rejected
+        exponent = min(math.log(lenience) + new - old, 0.0)  # in this order NaN stays NaN ...
+        if not random.random() < math.exp(exponent):  # ... and is rejected
             break
         num += 1
     beginning = today.first(num)

@@ -111,11 +111,11 @@ class CarrySettings(Section):
         gt=0,
         le=1,
     )
-    max_age: int = setting(2, "wait for a group that so many rollouts have left unfinished", ge=1)
-    late: Literal["continue", "drop"] = setting(
-        "continue",
-        "what becomes of the unfinished groups. drop: they are lost until the next epoch, and long answers "
-        "with them; a control for experiments",
+    max_age: int = setting(2, "number of rollouts that may leave a group unfinished", ge=1)
+    late: Literal["finish", "drop"] = setting(
+        "finish",
+        "what becomes of a group that max_age rollouts have left unfinished. finish: the next rollout waits "
+        "for it. drop: it is lost until the next epoch, and long answers with it",
     )
 
     @property

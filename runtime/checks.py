@@ -109,10 +109,14 @@ def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
 def check_parity(old_logprobs: Tensor, batch: RolloutBatch, config: Config, step: int) -> None:
     """Compare log-probabilities of trainer and engine, [B, T], under the same weights. Collective.
 
-    RuntimeError if the difference exceeds rounding: then the engine samples from another policy than the
-    trained one, most likely because of a faulty weight sync.
+    Tokens of earlier policies (batch.policy_versions) are left out. RuntimeError if the difference exceeds
+    rounding: then the engine samples from another policy than the trained one, most likely because of a
+    faulty weight sync.
     """
-    dlogp = (old_logprobs - batch.rollout_logprobs).abs()[batch.response_mask]
+    compared = batch.response_mask
+    if batch.policy_versions is not None:
+        compared = compared & (batch.policy_versions == step)
+    dlogp = (old_logprobs - batch.rollout_logprobs).abs()[compared]
     sums = {"mean": (dlogp.sum().item(), dlogp.numel()), "dlogp_p99": (histogram(dlogp), 1)}
     mean, p99 = reduce_metrics(sums).values()
     rollout = config.rollout

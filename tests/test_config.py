@@ -325,7 +325,6 @@ REFUSED = [
     ("lora.rank=8 model.freeze_router=true", "model.freeze_router", "lora.rank 8"),
     ("lora.rank=8 model.expert_kernel=triton", "model.expert_kernel 'triton'", "lora.rank 8"),
     ("carry.max_age=3", "carry.max_age 3", "carry.share None"),
-    ("carry.share=0.5 carry.late=drop carry.max_age=3", "carry.late 'drop'", "carry.max_age 3"),
     *((f"carry.share=0.5 {settings}", "carry.share 0.5", second) for settings, second in (
         ("zero_variance.probe_size=2", "zero_variance.probe_size 2"),
         ("zero_variance.drop=true zero_variance.refill=true", "zero_variance.refill True"),

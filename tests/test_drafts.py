@@ -267,6 +267,15 @@ def test_a_vocabulary_that_does_not_fit_is_refused(settings, topk):
         base.load("drafts").check_model(config, SimpleNamespace(vocab_size=8 if topk else 100_000))
 
 
+@pytest.mark.parametrize("form", ["literal", "residual"])
+def test_tokens_without_a_log_probability_are_rejected(form):
+    draft = scored((0, 1, 2), OLD, VOCAB)
+    unknown = draft.topk_logprobs * torch.nan
+    today = draft._replace(logprobs=torch.full((3,), torch.nan), topk_logprobs=unknown)
+    num, beginning = begin(draft, today, form, 1.0, Random(0))
+    assert num == len(beginning.ids) == 0
+
+
 @pytest.mark.parametrize("lenience", ["0.9", ".inf", ".nan"])
 def test_lenience_is_a_finite_number_from_1_on(lenience):
     with pytest.raises(ValueError, match="drafts.lenience"):

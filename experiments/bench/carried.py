@@ -26,7 +26,7 @@ from scipy.optimize import nnls
 
 from experiments.bench.common import ROOT, make_parser, markdown, spread, torchrun, with_range, write_results
 
-RULES = {"wait": (), "carry": (), "drop": ("carry.late=drop",)}
+RULES = {"wait": (), "carry": (), "drop": ("carry.late=drop", "carry.max_age=1")}
 WARMUP_STEPS = 2
 NUM_SIMULATED = 300  # rollouts
 
