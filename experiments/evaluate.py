@@ -92,11 +92,16 @@ def open_model(folder: Path) -> Iterator[tuple[Path, str]]:
         yield folder, (name if name != "model" else f"{folder.resolve().parent.name}/model")
         return
     checkpoints = folder / "checkpoints"
-    if not list_checkpoints(checkpoints):
+    finished = list_checkpoints(checkpoints)
+    has_adapters = bool(finished) and (finished[-1] / "adapter").is_dir()  # of lora.rank, without a model
+    if not finished or has_adapters:
         if not (folder / "model" / "config.json").is_file():
             raise ValueError(
-                f"--model {folder}: not a model; expected a Hugging Face checkpoint (config.json), an export "
-                "or checkpoint (model/config.json), or a run with a finished checkpoint (checkpoints/step_N)"
+                f"--model {folder}: its checkpoints hold adapters alone; the end of the run writes model/"
+                if has_adapters
+                else f"--model {folder}: not a model; expected a Hugging Face checkpoint (config.json), an "
+                "export or checkpoint (model/config.json), or a run with a finished checkpoint "
+                "(checkpoints/step_N)"
             )
         yield folder / "model", name
         return

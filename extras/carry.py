@@ -11,8 +11,8 @@ under the new policy, and are trained on when they are complete:
 ends by itself; waiting groups start before new ones, and a rollout waits for a group that max_age rollouts
 have left unfinished, so that no prompt starves; with carry.late=drop such a group is dropped.] Every token
 keeps its log-probability under the policy that sampled it, and the version of this policy
-(Completion.versions); corrections such as algorithm.rollout_correction apply to each. Routes of earlier tokens
-are those of the engine that finished the completion.
+(Completion.versions); corrections such as algorithm.rollout_correction apply to each. Routes of earlier
+tokens are those of the engine that finished the completion.
 
 tokens_total counts the tokens that a step samples, also those of groups that go on or are dropped.
 """

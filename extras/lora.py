@@ -385,18 +385,28 @@ def load_adapter(policy: Policy, folder: Path) -> None:
 
 
 def digest_of_base(folder: Path) -> str:
-    """Hash 4 KiB in the middle of each tensor: a merge may have changed one kind of matrix alone."""
-    digest = hashlib.sha256()
+    """Hash name, form and three parts of 4 KiB of each matrix, however the tensors are split over files.
+
+    A merge may have changed one kind of matrix alone. Each of several fused experts is a matrix.
+    """
+    digests = {}
     for shard in moe_model.checkpoint_shards(folder):
         with shard.open("rb") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-            digest.update(header)
-            for entry in json.loads(header).values():
-                begin, end = entry.get("data_offsets", (0, 0))
-                size = min(4096, end - begin)
-                file.seek(8 + len(header) + (begin + end - size) // 2)
-                digest.update(file.read(size))
-    return digest.hexdigest()[:16]
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            start = file.tell()
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                digest = hashlib.sha256(f"{name} {entry['dtype']} {entry['shape']}".encode())
+                num_matrices = entry["shape"][0] if len(entry["shape"]) == 3 else 1
+                for i in range(num_matrices):
+                    low, high = (begin + (end - begin) * k // num_matrices for k in (i, i + 1))
+                    size = min(4096, high - low)
+                    for place in (low, (low + high - size) // 2, high - size):
+                        file.seek(start + place)
+                        digest.update(file.read(size))
+                digests[name] = digest.digest()
+    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------------------------

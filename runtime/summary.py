@@ -166,6 +166,7 @@ def print_summary(run_dir: Path) -> None:
         ("metrics.jsonl", "every metric"),
         ("samples.jsonl", "completions, for experiments/evaluate.py --run"),
         ("model", "the trained policy, Hugging Face format"),
+        ("adapter", "its adapters, PEFT's format"),
         ("checkpoints", "to resume from"),
     ):  # fmt: skip
         if (run_dir / name).exists():  # no tensorboard/ with run.trackers=[]

@@ -5,13 +5,16 @@ ranks of model_suites.lora() repeat updates under expert parallelism, ZeRO, offl
 checkpointing.
 """
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
-from helpers import RankSuite, make_batch, make_config
+from conftest import SMALL, trained
+from helpers import RankSuite, assert_resumes_exactly, make_batch, make_config
 from model_suites import (
     ADAMW,
     LORA,
@@ -32,6 +35,7 @@ import lifecycle
 import moe_model
 import train_rl
 from configure import load_config
+from experiments import evaluate
 from extras import lora
 from runtime import checkpoint
 from runtime.checkpoint import TrainState
@@ -297,6 +301,16 @@ def test_adapters_of_other_matrices_or_of_another_base_are_refused(tmp_path):
     tensors = load_file(file)
     tensors["model.layers.0.mlp.experts.6.up_proj.weight"][12, 16] += 1
     lora.save_file(tensors, file, metadata={"format": "pt"})
+    names = sorted(tensors)
+    again = tmp_path / "again"  # the same weights in two files
+    shutil.copytree(folders[0], again)
+    tensors = load_file(again / file.name)
+    (again / file.name).unlink()
+    for number, part in enumerate((names[::2], names[1::2])):
+        lora.save_file({name: tensors[name] for name in part}, again / f"model-{number}.safetensors")
+    index = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
+    (again / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert lora.digest_of_base(again) == lora.digest_of_base(folders[0])
     state = TrainState()
     for folder, resume in (
         (folders[0], "auto"),
@@ -310,6 +324,29 @@ def test_adapters_of_other_matrices_or_of_another_base_are_refused(tmp_path):
         else:
             with pytest.raises(ValueError, match="model.path.*other weights"):
                 lora.EXTRA.check(launch)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("demo_model")
+def test_a_run_with_adapters_resumes_exactly_and_is_evaluated(tmp_path):
+    settings = [*SMALL, "train.num_steps=4", "lora.rank=2", "eval.every=0", "train.learning_rate=1e-2"]
+    straight = tmp_path / "straight"
+    done = trained(*settings, f"run.dir={straight}")
+    assert f"{straight / 'adapter'}: its adapters" in done.stdout
+    checkpoint = straight / "checkpoints" / "step_000002"
+    assert (checkpoint / "adapter").is_dir() and not (checkpoint / "model").exists()
+    with evaluate.open_model(straight) as (folder, name):
+        assert folder == straight / "model" and name == "straight"
+    assert_resumes_exactly(straight, 4, *settings)
+    (ours, theirs) = (
+        load_file(run / "adapter" / "adapter_model.safetensors")
+        for run in (straight, straight.with_name("resumed"))
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(tensor.abs().max() > 0 for name, tensor in ours.items() if "lora_B" in name)
+    shutil.rmtree(straight / "model")
+    with pytest.raises(ValueError, match="adapters alone"), evaluate.open_model(straight):
+        pass
 
 
 # ---- What a sync loses -------------------------------------------------------------------------------------
