@@ -266,7 +266,8 @@ class ChatTemplate:
         if reason:
             raise ValueError(
                 f"data.answer_prefix {prefix!r}: {reason} at the beginning of the assistant's turn; use "
-                "another text (spaces and line breaks at its ends are often dropped), or data.chat=never"
+                "another text (spaces and line breaks at its ends are often dropped; if the template writes "
+                "an empty thought, begin with it), or data.chat=never"
             )
 
     def text(self, messages: list[dict], add_generation_prompt: bool = True) -> str:

@@ -125,9 +125,25 @@ def make_part(
         prompts.add(row["prompt"])
         part.rows.append(row)
         num_of_answer[reference] += 1
+    part.num_frequent += drop_frequent(part.rows, most)
     if part.num_frequent:  # frequent answers came first, and the first rows are held out
         random.Random(first).shuffle(part.rows)
     return part
+
+
+def drop_frequent(rows: list[dict], most: float) -> int:
+    """Drop the last rows whose reference answer more than a share of all rows has; return their number.
+
+    A task may have found fewer rows than wanted, and with the rows the number that the share allows falls.
+    """
+    num_before = len(rows)
+    kept: list[dict] = []
+    while len(kept) < len(rows):
+        rows[:], kept, seen = kept or rows, [], Counter[str]()
+        for row in rows:
+            seen[reference := reasoning_gym.reference_of(row["answer"])] += 1
+            kept += [row] if seen[reference] <= max(1, most * len(rows)) else []
+    return num_before - len(rows)
 
 
 def row_of(task: str, level: int | None, config: dict, item: dict) -> dict:
@@ -200,7 +216,7 @@ def pairs_of(tasks: list[str], levels: list[int | None]) -> list[tuple[str, int 
     pairs: list[tuple[str, int | None]] = []
     for name in tasks:
         task, colon, level = name.partition(":")
-        if colon and not level.isdigit():
+        if colon and not level.isdecimal():
             raise ValueError(f"--tasks {name}: the level after the colon is a number, for example lcm:2")
         pairs += [(task, number) for number in ([int(level)] if colon else levels)]
     return list(dict.fromkeys(pairs))
@@ -269,6 +285,8 @@ def main(argv: list[str] | None = None) -> None:
         nums = (args.rows, num_test)
         if not 0 < args.balance <= 1:
             raise ValueError(f"--balance {args.balance:g}: a share above 0 and at most 1 is needed")
+        if args.output.is_file():
+            raise ValueError(f"--output {args.output} is a file: name a folder")
         train, test, lines = make_sets(args.tasks, args.difficulty, *nums, args.seed, args.balance)
     except (ImportError, ValueError) as error:
         parser.error(str(error))

@@ -225,6 +225,7 @@ def all_figures(rows: list[dict], seed: int) -> dict:
     by_source: dict[str, list[dict]] = {}
     by_level: dict[str, list[dict]] = {labels[value]: [] for value in sorted(labels)}
     by_task: dict[str, list[dict]] = {}
+    rows_of_task: dict[str, list[dict]] = {}
     all_prompts = []
     for group in groups.values():
         figures = prompt_figures(group)
@@ -234,12 +235,24 @@ def all_figures(rows: list[dict], seed: int) -> dict:
             by_level[labels[group[0]["difficulty"]]].append(figures)
         if task := group[0].get("task"):
             by_task.setdefault(task, []).append(figures)
+            rows_of_task.setdefault(task, []).append(group[0])
+    tasks = {task: mean_figures(by_task[task], seed) for task in sorted(by_task)}
+    for task, constant in best_constants(rows_of_task).items():
+        tasks[task]["best_constant"] = {"mean": constant}
     return {
         "all": mean_figures(all_prompts, seed),
         "source": {source: mean_figures(prompts, seed) for source, prompts in by_source.items()},
         "difficulty": {level: mean_figures(prompts, seed) for level, prompts in by_level.items()},
-        "task": {task: mean_figures(by_task[task], seed) for task in sorted(by_task)},
+        "task": tasks,
     }
+
+
+def best_constants(rows_of_task: dict[str, list[dict]]) -> dict[str, float]:
+    """Return the share of rows that the best constant answer solves, of each task of kind reasoning_gym."""
+    from data.reasoning_gym import best_constant
+
+    gym = {task: rows for task, rows in rows_of_task.items() if rows[0]["kind"] == "reasoning_gym"}
+    return {task: best_constant(rows)[1] for task, rows in sorted(gym.items())}
 
 
 def mismatch_figures(rows: list[dict]) -> dict[str, float]:
@@ -264,6 +277,7 @@ def mismatch_figures(rows: list[dict]) -> dict[str, float]:
 
 LABELS = {
     "accuracy": "greedy",
+    "best_constant": "constant",
     "completion_tokens": "tokens",
     "cut_at_limit_frac": "cut at limit",
     "failed_frac": "failed",
@@ -294,10 +308,12 @@ def table_text(figures: dict) -> str:
     if groups:
         width = max(len(f"{kind} {name}") for kind, name, _ in groups) + 2
         columns = [name for name in names if not name.endswith("_frac")]
+        columns += ["best_constant"] if any("best_constant" in means for *_, means in groups) else []
         heads = [label_of(name) for name in columns]
         lines += ["", " " * (width + 2) + f"{'prompts':>8}" + "".join(f"{head:>10}" for head in heads)]
         for kind, name, means in groups:
-            cells = "".join(f"{show_figure(column, means[column]['mean']):>10}" for column in columns)
+            values = [means[column]["mean"] if column in means else None for column in columns]
+            cells = "".join(f"{show_figure(column, value):>10}" for column, value in zip(columns, values))
             lines.append(f"  {kind + ' ' + name:<{width}}{means['num_prompts']:>8}{cells}")
     return "\n".join(lines)
 

@@ -40,9 +40,8 @@ if __name__ == "__main__":
 import yaml
 
 from data import smollm2
-from data.reasoning_gym import best_constant
 from experiments.bench.common import markdown, mean_with_range, replace_text, torchrun, write_json
-from experiments.evaluate import samples_page
+from experiments.evaluate import best_constants, samples_page
 from experiments.text_quality import LABELS, read_rows, text_quality
 from runtime.launch import leave, run
 from runtime.memory import free_memory
@@ -52,11 +51,10 @@ MOE = smollm2.FOLDER / "moe"
 PROMPTS = Path("data/built/instructions")
 TASKS = Path("data/built/tasks")
 # At the start pass@1 is 0.01 to 0.4 by level, and two thirds of the groups have no variance.
-TASK_NAMES = (
-    "chain_sum:0", "chain_sum:1", "basic_arithmetic:0", "products:0", "products:1", "number_sequence:0",
-    "number_sequence:1", "leg_counting:1",
-)  # fmt: skip
-TASK_ROWS = ("--rows", 960, "--test", 320, "--balance", 0.08)
+TASK_OPTIONS = (
+    "--rows 960 --test 320 --balance 0.08 --tasks chain_sum:0 chain_sum:1 basic_arithmetic:0 products:0 "
+    "products:1 number_sequence:0 number_sequence:1 leg_counting:1"
+).split()
 MINUTES = {"tasks": 26, "instructions": 40}
 CONFIG = "experiments/environments/real_{}.yaml"
 NUM_RANKS = 2
@@ -119,12 +117,23 @@ def make_moe() -> None:
     partial.rename(MOE)
 
 
+def has_prompts(job: str) -> bool:
+    """Tell whether the rows of a job are made, by today's options."""
+    folders = [PROMPTS] if job == "instructions" else [PROMPTS, TASKS]
+    files = [folder / f"{name}.jsonl" for folder in folders for name in ("train", "test")]
+    options = TASKS / "options.json"
+    is_current = job == "instructions" or (
+        options.is_file() and json.loads(options.read_text()) == TASK_OPTIONS
+    )
+    return all(file.is_file() for file in files) and is_current
+
+
 def make_prompts(job: str) -> None:
     """Make the rows of a job; the instructions also measure the texts of a model of tasks."""
     call(sys.executable, "-m", "data.instructions")
     if job == "tasks":
-        options = ["--tasks", *TASK_NAMES, *TASK_ROWS, "--output", TASKS]
-        call(sys.executable, "-m", "data.reasoning_gym", *options)
+        call(sys.executable, "-m", "data.reasoning_gym", *TASK_OPTIONS, "--output", TASKS)
+        write_json(TASKS / "options.json", TASK_OPTIONS)
 
 
 def complete(model: Path, completions: Path, *options) -> None:
@@ -227,7 +236,7 @@ def record_of(run_dir: Path) -> dict:
     for before, _ in pairs:
         tasks.setdefault(before.get("task") or "", []).append(before)
     tasks.pop("", None)
-    summary["best_constant_by_task"] = {task: best_constant(rows)[1] for task, rows in sorted(tasks.items())}
+    summary["best_constant_by_task"] = best_constants(tasks)
     first = {rows[0]["prompt_index"] for rows in tasks.values()}
     shown = [pair for pair in pairs if pair[0]["prompt_index"] in first] or pairs[:NUM_TEXTS]
     texts = []
@@ -291,10 +300,11 @@ def task_lines(data: dict | list[dict]) -> list[str]:
     names = ("pass_at_1_by_task_before", "pass_at_1_by_task_after", "accuracy_by_task_after")
     rows = []
     for task, num in sorted(records[0]["num_by_task"].items()):
-        constant = summaries[0]["best_constant_by_task"][task]
+        constant = summaries[0]["best_constant_by_task"].get(task, 0.0)
         columns = [[summary[name][task] for summary in summaries] for name in names]
-        gains = [after - max(before, constant) for before, after in zip(*columns[:2])]
-        cells = [mean_with_range(values, ".2f") for values in (*columns, gains)]
+        pairs = zip(*columns[:2])  # None with eval.num_samples=0
+        gains = [None if after is None else after - max(before, constant) for before, after in pairs]
+        cells = ["" if None in of else mean_with_range(of, ".2f") for of in (*columns, gains)]
         rows.append([f"`{task}`", num, f"{constant:.2f}", *cells])
     heads = ["task", "prompts", "best constant", "pass@1 before", "pass@1 after", "greedy after", "gain"]
     return markdown(heads, rows)
@@ -375,10 +385,9 @@ def main(args: argparse.Namespace) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     announce(run_dir, MINUTES[args.job])
     phases = Phases(run_dir)
-    held_out = (TASKS if args.job == "tasks" else PROMPTS) / "test.jsonl"
     phases.run("convert", (DENSE / "config.json").is_file(), lambda: make_dense(args.wheel))
     phases.run("upcycle", MOE.exists(), make_moe)
-    phases.run("prompts", held_out.is_file(), lambda: make_prompts(args.job))
+    phases.run("prompts", has_prompts(args.job), lambda: make_prompts(args.job))
     config = ROOT / CONFIG.format(args.job)
     train = [*torchrun(NUM_RANKS), ROOT / "train_rl.py", "--config", config, *args.settings]
     phases.run("train", False, lambda: call(*train))

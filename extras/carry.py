@@ -72,13 +72,9 @@ class Carry(Extra):
 
     def warnings(self, config) -> list[str]:
         """Say that nothing corrects for tokens of earlier policies."""
-        algorithm = config.algorithm
-        if algorithm.old_policy == "trainer" and algorithm.rollout_correction == "none":
-            return [
-                "carry.share without algorithm.rollout_correction: nothing corrects for tokens of earlier "
-                "policies, because ratios are to the trainer's policy of the same step (algorithm.old_policy)"
-            ]
-        return []
+        is_bare = (config.algorithm.old_policy, config.algorithm.rollout_correction) == ("trainer", "none")
+        text = "carry.share without algorithm.rollout_correction: nothing corrects for earlier policies"
+        return [text] if is_bare else []
 
     def check_stages(self, configs: list) -> None:
         """Refuse settings of a later stage that do not fit completions which wait from an earlier stage."""

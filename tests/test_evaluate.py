@@ -126,6 +126,15 @@ def test_figures_by_source_and_difficulty_add_up_and_are_printed():
     assert figures["difficulty"]["2"]["avg_at_4"]["mean"] == pytest.approx(np.mean(rewards))
     assert f"{figures['all']['pass_at_4']['mean']:.3f}" in table_text(figures)
     assert "avg@" not in table_text(all_figures([r for r in rows if r["sample"] == 0], 0))
+    assert "constant" not in table_text(figures)
+    answer = json.dumps({"task": "gcd", "answer": "4", "metadata": {}})
+    gym = [r | {"kind": "reasoning_gym", "answer": answer} if r["task"] == "m" else r for r in rows]
+    figures = all_figures(gym, 0)
+    assert (
+        figures["task"]["m"]["best_constant"] == {"mean": 1} and "best_constant" not in figures["task"]["n"]
+    )
+    *_, of_m, of_n = table_text(figures).splitlines()
+    assert of_m.endswith(" 1.000") and of_n.endswith(" -") and "constant" in table_text(figures)
 
 
 def test_mismatch_of_trainer_and_engine():

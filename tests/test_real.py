@@ -52,6 +52,25 @@ def test_an_evaluation_takes_the_settings_of_its_run(chat, tmp_path, monkeypatch
     assert len(commands) == (2 if chat == "never" else 1)
 
 
+def test_prompts_of_other_options_are_made_again(tmp_path, monkeypatch):
+    commands = []
+    for name in ("PROMPTS", "TASKS"):
+        monkeypatch.setattr(real, name, tmp_path / name)
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(real, "call", lambda *command: commands.append(command))
+    assert not real.has_prompts("tasks") and not real.has_prompts("instructions")
+    real.make_prompts("tasks")
+    assert [command[2] for command in commands] == ["data.instructions", "data.reasoning_gym"]
+    for name in ("train", "test"):
+        (real.TASKS / f"{name}.jsonl").touch()
+    assert not real.has_prompts("tasks"), "the instructions are missing"
+    for name in ("train", "test"):
+        (real.PROMPTS / f"{name}.jsonl").touch()
+    assert real.has_prompts("tasks") and real.has_prompts("instructions")
+    monkeypatch.setattr(real, "TASK_OPTIONS", ["--tasks", "gcd"])
+    assert not real.has_prompts("tasks") and real.has_prompts("instructions")
+
+
 def test_a_small_disk_is_refused_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "DISK_BYTES", 1e18)
     monkeypatch.setattr(real, "MEMORY_BYTES", 0)
@@ -122,6 +141,8 @@ def test_a_gain_on_a_task_counts_above_the_best_constant(tmp_path, capsys):
         "| `lcm` | 1 | 1.00 | 0.00 | 1.00 | 1.00 | 0.00 |",
     ]
     assert [text["before"]["completion"] for text in data["texts"]] == ["gcd 0", "lcm 0"]
+    summary["pass_at_1_by_task_after"] = {"gcd": None, "lcm": None}  # with eval.num_samples=0
+    assert real.task_lines(data)[2] == "| `gcd` | 2 | 1.00 | 0.25 |  | 1.00 |  |"
     real.write_json(tmp_path / "record.json", data)
     real.main(
         real.parse_args(["--collect", str(tmp_path), str(tmp_path), "--json", str(tmp_path / "seeds.json")])

@@ -96,6 +96,9 @@ def test_fractions_stops_thoughts_and_limits():
     assert verdict(gcd, "<think>4</think>5").reward == 0 and verdict(gcd, "<think>4").status == "no_answer"
     sums = row_of("countdown", "1+2", numbers=[1, 2], target=3)
     assert verdict(sums, "1 + 2").reward == 1 and verdict(sums, "9**9**9**9").status == "wrong"
+    factors = row_of("prime_factorization", "3 × 3 × 71")
+    assert verdict(factors, "3 × 3 × 71.").reward == 1  # the verifier raises on the full stop
+    assert verdict(factors, "3 and 71.").detail == "the verifier raises on this answer"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,9 @@ def test_the_command_writes_disjoint_sets(tmp_path, capsys):
         prompts[seed] = {text for text in texts if "gcd" in text.lower() or "greatest" in text.lower()}
     assert len(prompts[1] & prompts[2]) < 10
     assert "constant answer" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["--tasks", "gcd", "--output", str(folder / "train.jsonl")])
+    assert "train.jsonl is a file" in capsys.readouterr().err
 
 
 def test_constants_repeats_and_failures_are_reported(monkeypatch, capsys, tmp_path):
@@ -164,6 +170,9 @@ def test_constants_repeats_and_failures_are_reported(monkeypatch, capsys, tmp_pa
     even = command.make_part("products", 0, 40, 0, set(), most=0.1)  # one digit: a fifth of the answers are 0
     assert sum(reasoning_gym.reference_of(row["answer"]) == "0" for row in even.rows) == 4
     assert even.num_frequent and "by --balance" in command.describe(even, 40)[0]
+    exhausted = command.make_part("products", 0, 160, 0, set(), most=0.08)  # has 100 prompts
+    constant, share, _ = command.best_constant(exhausted.rows)
+    assert 40 < len(exhausted.rows) < 100 and share <= 0.08
     monkeypatch.setattr(command, "MAX_ITEM_S", 0.2)
     make = reasoning_gym.load().factory.DATASETS["gcd"][0]
     item = make.__getitem__
@@ -190,6 +199,7 @@ def test_constants_repeats_and_failures_are_reported(monkeypatch, capsys, tmp_pa
         ("gdc", "gcd"), ("gcd --difficulty 99", "0 to 3"), ("acre --difficulty 0", "none"),
         ("knight_swap --difficulty 0", "min_nodes"), ("zebra_puzzles", "pycosat"), ("coin_flip", "accepts 0"),
         ("gcd --rows 0", "--rows 0"), ("gcd --balance 8", "--balance 8"), ("gcd:x", "lcm:2"),
+        ("gcd:²", "lcm:2"),
         ("gcd lcm --difficulty 0 1 --rows 3", "4 tasks"),
     ],
 )  # fmt: skip

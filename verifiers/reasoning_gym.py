@@ -12,6 +12,7 @@ of literals and formulas in their place, see LITERALS and FORMULAS.
 
 import ast
 import builtins
+import contextlib
 import difflib
 import functools
 import importlib
@@ -201,9 +202,11 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     text = stated_answer(completion)
     if not text:
         return 0.0, "no_answer", ""
-    try:
-        reward = max(score(row, candidate) for candidate in {text, text.removesuffix(".")})
-    except Exception:  # of any type, because the text is the policy's
+    rewards = []
+    for candidate in dict.fromkeys((text, text.removesuffix("."))):
+        with contextlib.suppress(Exception):  # of any type, because the text is the policy's
+            rewards.append(score(row, candidate))
+    if not rewards:
         score(row, reference_of(answer))
         return 0.0, "wrong", "the verifier raises on this answer"
-    return reward, "ok" if reward == 1 else "wrong", ""
+    return max(rewards), "ok" if max(rewards) == 1 else "wrong", ""
