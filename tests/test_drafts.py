@@ -284,17 +284,25 @@ def test_lenience_is_a_finite_number_from_1_on(lenience):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("demo_model")
-def test_a_run_with_drafts_resumes_exactly(tmp_path):
-    """Trainer and engine agree on kept, drawn and sampled tokens, with the engine's routes of all of them."""
+@pytest.mark.parametrize("settings", [
+    ["drafts.form=residual", "algorithm.router_replay=r3"],
+    ["drafts.form=literal", "zero_variance.history=true", "zero_variance.probe_size=2",
+     "zero_variance.drop=true", "zero_variance.refill=true", "zero_variance.max_rounds=2"],
+])  # fmt: skip
+def test_a_run_with_drafts_resumes_exactly(settings, tmp_path):
+    """Trainer and engine agree on kept, drawn and sampled tokens, with the engine's routes of all of them.
+
+    In the second run probes, dropped and refilled groups have drafts, too.
+    """
     settings = [
-        *SMALL, "drafts.form=residual", "algorithm.router_replay=r3", "rollout.check_every=1",
-        "train.num_steps=6", "checkpoint.every=4", "train.learning_rate=1e-3", "eval.every=0",
+        *SMALL, *settings, "rollout.check_every=1", "train.num_steps=6", "checkpoint.every=4",
+        "train.learning_rate=1e-3", "eval.every=0",
         "data.train=[{path: data/built/tiny/train.jsonl, limit: 16}]",
     ]  # fmt: skip
     straight = tmp_path / "straight"
     trained(*settings, f"run.dir={straight}")
     steps = steps_of(straight)
-    assert [row["draft_tokens_total"] > 0 for row in steps] == [False, False, True, True, True, True]
-    assert all(0 < row["draft_accepted_frac"] < 1 and row["draft_tail"] < 1e-4 for row in steps[2:])
+    assert steps[0]["draft_tokens_total"] == 0 < min(row["draft_tokens_total"] for row in steps[2:])
+    assert all(0 < row["draft_accepted_frac"] < 1 and row.get("draft_tail", 0) < 1e-4 for row in steps[2:])
     assert max(row["abs_dlogp"] for row in steps if "abs_dlogp" in row) < 1e-4
     assert_resumes_exactly(straight, 6, *settings)
