@@ -7,6 +7,7 @@ checkpointing.
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,7 @@ import train_rl
 from configure import load_config
 from experiments import evaluate
 from extras import lora
+from fp8 import simulate_rounding
 from runtime import checkpoint
 from runtime.checkpoint import TrainState
 
@@ -347,6 +349,23 @@ def test_a_run_with_adapters_resumes_exactly_and_is_evaluated(tmp_path):
     shutil.rmtree(straight / "model")
     with pytest.raises(ValueError, match="adapters alone"), evaluate.open_model(straight):
         pass
+
+
+def test_a_sync_holds_one_merged_tensor_at_a_time_and_fp8_rounds_the_merged_weights():
+    policy = adapted("moe")
+    own = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    made: list[weakref.ref] = []
+    most = 0
+    for _, tensor in moe_model.hf_tensors(policy):
+        if tensor.untyped_storage().data_ptr() not in own:
+            made.append(weakref.ref(tensor))
+        del tensor
+        most = max(most, sum(each() is not None for each in made))
+    assert len(made) > 2 * len(policy.merged) and most <= 1
+    merged = [(name, tensor.clone()) for name, tensor in moe_model.hf_tensors(policy)]
+    sent, expected = (dict(simulate_rounding(iter(named))) for named in (moe_model.hf_tensors(policy), merged))
+    assert all(torch.equal(sent[name], expected[name]) for name, _ in merged)
+    assert any(not torch.equal(expected[name], tensor) for name, tensor in merged)
 
 
 # ---- What a sync loses -------------------------------------------------------------------------------------
