@@ -318,7 +318,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, extras": 1957,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5023,
-    "lines of Python, tests": 29640,
+    "lines of Python, tests": 29650,
     "lines of Python, tests/campaign": 2020,
     "lines of Python, the root": 11488,
     "lines of Python, verifiers": 3474,

@@ -363,7 +363,9 @@ def test_a_sync_holds_one_merged_tensor_at_a_time_and_fp8_rounds_the_merged_weig
         most = max(most, sum(each() is not None for each in made))
     assert len(made) > 2 * len(policy.merged) and most <= 1
     merged = [(name, tensor.clone()) for name, tensor in moe_model.hf_tensors(policy)]
-    sent, expected = (dict(simulate_rounding(iter(named))) for named in (moe_model.hf_tensors(policy), merged))
+    sent, expected = (
+        dict(simulate_rounding(iter(named))) for named in (moe_model.hf_tensors(policy), merged)
+    )
     assert all(torch.equal(sent[name], expected[name]) for name, _ in merged)
     assert any(not torch.equal(expected[name], tensor) for name, tensor in merged)
 

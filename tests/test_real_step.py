@@ -43,20 +43,21 @@ def test_the_flop_of_an_update_are_those_that_torch_counts_in_transformers(confi
 
 
 def test_ratios_of_a_real_step_are_taken_within_a_round():
-    def steps(step: float, update: float, flop: float) -> list[dict]:
+    def steps(step: float, update: float, flop: float, rate: float) -> list[dict]:
         warm_up = {"step": 99.0, "tokens": 1.0, "update": 99.0, "flop": 1.0, "busiest_rank": 1.0}
         measured = {"step": step, "tokens": 60.0, "update": update, "flop": flop, "busiest_rank": 1.25}
-        measured |= {"rollout": 3.0, "decode_flop": flop}
+        rates = [{"products": share * rate, "decoding": 2 * rate} for share in (0.5, 1.5)]
+        measured |= {"rollout": 3.0, "decode_flop": flop, "ranks": [{"rates": each} for each in rates]}
         return [warm_up, measured]
 
     def one_round(slowness: float, rate: float) -> dict:
         runs = {
-            "dense": steps(10 * slowness, 5.0, 40.0),  # a bound of 40 / (2 x rate)
-            "moe": steps(20 * slowness, 12.0, 80.0),
+            "dense": steps(10 * slowness, 5.0, 40.0, rate),  # a bound of 40 / (2 x rate)
+            "moe": steps(20 * slowness, 12.0, 80.0, rate),
             "trl": [{"step": 1.0, "tokens": 1.0}, {"step": 40 * slowness, "tokens": 120.0}],
             "trl_bf16": [{"step": 1.0, "tokens": 1.0}, {"step": 30 * slowness, "tokens": 120.0}],
         }
-        return {"rates": {"alone": rate, "decoding_alone": 2 * rate}, "runs": runs}
+        return {"runs": runs}
 
     data = {"rounds": [one_round(1.0, 5.0), one_round(2.0, 10.0)]}
     assert real_step.update_over_bound(data) == {"dense": 1.875, "moe": 2.25}

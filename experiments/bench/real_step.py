@@ -20,22 +20,22 @@ prompts and lengths. A figure is the median over the steps of a run after the fi
 median over rounds and the range. Ratios are computed within a round.
 
 The bound of an update is the time of its matrix products: the floating-point operations (FLOP) of both ranks,
-divided by twice the rate of one thread in the dtype of our policies. product_flop() counts the linear layers
-and of the head for the tokens that the update computes, with a shared prompt counted once. It leaves out the
-products of attention (about 2 % at these lengths) and any second computation of an activation. The rate is
-measured in every round, in one process alone; the record also has the rate of two processes at a time.
+divided by the sum of the rates at which the ranks multiply in the dtype of our policies. product_flop()
+counts the linear layers and the head for the tokens that the update computes, with a shared prompt counted
+once. It leaves out the products of attention (about 2 % at these lengths) and second computations.
+The ranks measure their rates at the same time, before and after every update, because the speed of a shared
+host drifts; the seconds of this are subtracted from the step and the update.
 results.update_over_bound of the record is {trainer: update / bound, the median over rounds}.
 
 The bound of a rollout is the time of the products of its generated tokens, in the dtype of our engine, at the
-rate of one thread that multiplies 32 rows with as many weights as the dense model has. So it contains reading
-the weights once per 32 tokens. It leaves out prompts, attention and sampling, and counts 32
-rows also after most completions have ended.
+rates of ranks that multiply 32 rows with as many weights as the dense model has, measured after the rollout.
+So it contains reading the weights once per 32 tokens. It leaves out prompts, attention and sampling, and
+counts 32 rows also after most completions have ended.
 """
 
 import argparse
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import statistics
@@ -117,36 +117,35 @@ def product_flop(config, tokens: dict[str, int]) -> float:
     return 2 * (computed * per_computed + predicted * per_predicted)
 
 
-def product_rate(dtype: str, repeats: int = 40) -> float:
-    """Return the FLOP per second of products with one thread, forward and backward; the median."""
+def product_rate(dtype: str, repeats: int = 10) -> float:
+    """Return the FLOP per second of this process's products, forward and backward; the median."""
     import torch
 
-    torch.set_num_threads(1)
     rows, inputs, outputs = RATE_SHAPE
     numbers = {"dtype": getattr(torch, dtype)}
-    x = torch.randn(rows, inputs, requires_grad=True, **numbers)
-    weight = torch.randn(outputs, inputs, requires_grad=True, **numbers)
-    gradient = torch.randn(rows, outputs, **numbers)
+    x = torch.ones(rows, inputs, requires_grad=True, **numbers)  # no random numbers: runs keep theirs
+    weight = torch.ones(outputs, inputs, requires_grad=True, **numbers)
+    gradient = torch.ones(rows, outputs, **numbers)
     seconds = []
     for _ in range(repeats):
         x.grad = weight.grad = None
         start = time.perf_counter()
-        torch.nn.functional.linear(x, weight).backward(gradient)
+        with torch.enable_grad():
+            torch.nn.functional.linear(x, weight).backward(gradient)
         seconds.append(time.perf_counter() - start)
     return 6 * rows * inputs * outputs / statistics.median(seconds)
 
 
-def decoding_rate(dtype: str, repeats: int = 7) -> float:
-    """Return the FLOP per second of one thread that decodes: 32 rows times 150 matrices in turn; the median.
+def decoding_rate(dtype: str, repeats: int = 3) -> float:
+    """Return the FLOP per second of a process that decodes: 32 rows times 150 matrices in turn; the median.
 
     Together the matrices have 133 M values, so that each product reads its weights from memory.
     """
     import torch
 
-    torch.set_num_threads(1)
     rows, outputs = NUM_PROMPTS * GROUP_SIZE // NUM_RANKS, 1536
-    x = torch.randn(rows, RATE_SHAPE[1], dtype=getattr(torch, dtype))
-    weights = torch.randn(150, outputs, RATE_SHAPE[1], dtype=x.dtype)
+    x = torch.ones(rows, RATE_SHAPE[1], dtype=getattr(torch, dtype))
+    weights = torch.ones(150, outputs, RATE_SHAPE[1], dtype=x.dtype)
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -156,21 +155,11 @@ def decoding_rate(dtype: str, repeats: int = 7) -> float:
     return 2 * rows * weights.numel() / statistics.median(seconds)
 
 
-def product_rates(dtype: str, engine_dtype: str) -> dict[str, float]:
-    """Return product_rate() and decoding_rate() alone, and the mean of two processes at a time."""
-    rates = {}
-    with multiprocessing.get_context("spawn").Pool(NUM_RANKS) as pool:
-        for prefix, rate, name in ("", product_rate, dtype), ("decoding_", decoding_rate, engine_dtype):
-            rates[f"{prefix}alone"] = pool.apply(rate, (name,))
-            rates[f"{prefix}two_at_a_time"] = statistics.mean(pool.map(rate, [name] * NUM_RANKS, chunksize=1))
-    return rates
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Ranks
 # ------------------------------------------------------------------------------------------------------------
 def train_and_count(args: argparse.Namespace) -> None:
-    """Train on this rank; write the tokens of each step's update to a file of this rank. Collective."""
+    """Train on this rank; write the tokens and rates of each step to a file of this rank. Collective."""
     import torch
 
     import moe_model
@@ -178,7 +167,7 @@ def train_and_count(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     trainer = load_trainer(args.script)
-    tokens_file = args.result.with_suffix(f".{os.environ['RANK']}")
+    steps_file = args.result.with_suffix(f".{os.environ['RANK']}")
     steps = []
     step_tokens = Counter()
     forward = moe_model.Policy.forward
@@ -190,11 +179,24 @@ def train_and_count(args: argparse.Namespace) -> None:
         step_tokens[f"{kind}predicted"] += len(packed.target_ids)
         return forward(policy, packed, *args, **kwargs)
 
-    def counted_update(*args, **kwargs):
+    def rate_beside_others(measure_rate: Callable[[str], float], dtype: str) -> float:
+        """Return the rate of this rank while all ranks multiply. Collective."""
+        torch.distributed.barrier()
+        return measure_rate(dtype)
+
+    def counted_update(*arguments, **kwargs):
         step_tokens.clear()  # of passes outside of updates
-        metrics = update_policy(*args, **kwargs)
-        steps.append(dict(step_tokens))
-        tokens_file.write_text(json.dumps(steps))
+        start = time.perf_counter()
+        decoding = rate_beside_others(decoding_rate, args.engine_dtype)
+        before = rate_beside_others(product_rate, args.dtype)
+        measuring = time.perf_counter() - start
+        metrics = update_policy(*arguments, **kwargs)
+        start = time.perf_counter()
+        after = rate_beside_others(product_rate, args.dtype)
+        measuring += time.perf_counter() - start
+        rates = {"products": (before + after) / 2, "decoding": decoding}
+        steps.append({"tokens": dict(step_tokens), "rates": rates, "measuring": measuring})
+        steps_file.write_text(json.dumps(steps))
         return metrics
 
     moe_model.Policy.forward = counted_forward
@@ -314,28 +316,30 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
         f"train.learning_rate={LEARNING_RATE}", f"train.num_steps={num_steps}", f"train.seed={seed}",
         "checkpoint.every=0", f"run.dir={scratch / 'run'}", *OWN_SETTINGS[trainer], *args.settings,
     ]  # fmt: skip
-    result = scratch / "tokens.json"
+    result = scratch / "steps.json"
     options = ["--trainers", trainer, "--script", str(args.script), "--result", str(result)]
+    options += ["--dtype", args.dtype, "--engine-dtype", args.engine_dtype]
     run_to_the_end([*torchrun(NUM_RANKS), "-m", "experiments.bench.real_step", *options, *settings], 1)
     ranks = [json.loads(result.with_suffix(f".{rank}").read_text()) for rank in range(NUM_RANKS)]
     rows = [json.loads(line) for line in (scratch / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "score" in row]
     config = load_config(model)
     figures = []
-    for row, *tokens_of_ranks in zip(rows, *ranks, strict=True):
+    for row, *of_ranks in zip(rows, *ranks, strict=True):
         generated = row["tokens_total"]
-        flop = [product_flop(config, {"computed": 0, "predicted": 0} | t) for t in tokens_of_ranks]
+        flop = [product_flop(config, {"computed": 0, "predicted": 0} | rank["tokens"]) for rank in of_ranks]
+        measuring = of_ranks[0]["measuring"]  # the trainer's clock is rank 0's
         figures.append({
-            "step": row["seconds_per_step"],
+            "step": row["seconds_per_step"] - measuring,
             "rollout": row["seconds/rollout"],
-            "update": row["seconds/update"],
+            "update": row["seconds/update"] - measuring,
             "sync": row["seconds/sync"],
-            "tokens": row["tokens_total"],
+            "tokens": generated,
             "score": row["score"],
-            "update_tokens": tokens_of_ranks,
+            "ranks": of_ranks,
             "flop": sum(flop),
             "decode_flop": product_flop(config, dict(zip(TOKEN_KINDS, (0, 0, generated, generated)))),
-            "busiest_rank": max(flop) * NUM_RANKS / sum(flop),
+            "busiest_rank": max(flop) * NUM_RANKS / (sum(flop) or 1),
         })  # fmt: skip
     return figures
 
@@ -365,7 +369,6 @@ def measure(args: argparse.Namespace) -> dict:
     for number in range(args.repeats):
         order = args.trainers if number % 2 == 0 else args.trainers[::-1]
         runs = {}
-        rates = product_rates(args.dtype, args.engine_dtype)
         for trainer in order:
             with tempfile.TemporaryDirectory() as scratch:
                 if trainer in TRL_TRAINERS:
@@ -375,7 +378,7 @@ def measure(args: argparse.Namespace) -> dict:
                     runs[trainer] = run_ours(trainer, number, args, Path(scratch))
             seconds = ", ".join(f"{step['step']:.1f}" for step in runs[trainer])
             print(f"round {number + 1}, {trainer}: steps of {seconds} s", flush=True)
-        data["rounds"].append({"order": list(order), "rates": rates, "runs": runs})
+        data["rounds"].append({"order": list(order), "runs": runs})
         data["update_over_bound"] = update_over_bound(data)
         write_results(args.json, data)  # a stopped benchmark keeps its finished rounds
     return data
@@ -395,19 +398,23 @@ def environment(args: argparse.Namespace) -> dict:
 # ------------------------------------------------------------------------------------------------------------
 # Tables
 # ------------------------------------------------------------------------------------------------------------
-def round_figures(steps: list[dict], rates: dict[str, float]) -> dict[str, float]:
-    """Return the medians over the steps after the first; rates: those of product_rates()."""
+def round_figures(steps: list[dict]) -> dict[str, float]:
+    """Return the medians over the steps after the first."""
     rows = []
     for step in steps[WARMUP_STEPS:]:
-        row = {name: value for name, value in step.items() if name != "update_tokens"}
+        row = {name: value for name, value in step.items() if name != "ranks"}
         row["tokens_per_s"] = step["tokens"] / step["step"]
-        if step.get("flop"):  # an update without a row with gradient has no products
-            row["bound"] = step["flop"] / (NUM_RANKS * rates["alone"])
-            row["over_bound"] = step["update"] / row["bound"]
-            row["over_busiest"] = row["over_bound"] / step["busiest_rank"]
-        if "decode_flop" in step:
-            row["rollout_bound"] = step["decode_flop"] / (NUM_RANKS * rates["decoding_alone"])
+        if "ranks" in step:
+            rates = Counter()
+            for rank in step["ranks"]:
+                rates.update(rank["rates"])
+            row |= {f"{name}_rate": rate / NUM_RANKS / 1e9 for name, rate in rates.items()}
+            row["rollout_bound"] = step["decode_flop"] / rates["decoding"]
             row["rollout_over_bound"] = step["rollout"] / row["rollout_bound"]
+            if step["flop"]:  # an update without a row with gradient has no products
+                row["bound"] = step["flop"] / rates["products"]
+                row["over_bound"] = step["update"] / row["bound"]
+                row["over_busiest"] = row["over_bound"] / step["busiest_rank"]
         rows.append(row)
     names = {name for row in rows for name in row}
     return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
@@ -417,8 +424,7 @@ def summary(data: dict) -> dict[str, dict]:
     """Return {trainer: {figure: spread over rounds}}, with ratios computed within a round."""
     values = {}  # {trainer: {figure: [value of each round]}}
     for this_round in data["rounds"]:
-        rates = this_round["rates"]
-        figures = {trainer: round_figures(steps, rates) for trainer, steps in this_round["runs"].items()}
+        figures = {trainer: round_figures(steps) for trainer, steps in this_round["runs"].items()}
         for other in figures.keys() & set(TRL_TRAINERS):
             for own in (figures[name] for name in figures if name not in TRL_TRAINERS):
                 own[f"{other}_over_step"] = figures[other]["step"] / own["step"]
@@ -450,9 +456,11 @@ ROWS = (  # figure, text, form
     ("rate_over_trl", "tokens/s / tokens/s of `trl`", ".2f"),
     ("rate_over_trl_bf16", "tokens/s / tokens/s of `trl_bf16`", ".2f"),
     ("flop", "FLOP of an update's products", ".2e"),
+    ("products_rate", "products of a rank beside the update, GFLOP/s", ".0f"),
     ("bound", "bound of the update, s", ".1f"),
     ("over_bound", "update / bound", ".2f"),
     ("over_busiest", "update / bound of the busiest rank", ".2f"),
+    ("decoding_rate", "products of 32 rows, of a rank, GFLOP/s", ".0f"),
     ("rollout_bound", "bound of the rollout, s", ".1f"),
     ("rollout_over_bound", "rollout / bound", ".2f"),
     ("over_arithmetic", "update / update of `dense`, divided by the same ratio of FLOP", ".2f"),
@@ -487,6 +495,7 @@ def read_options() -> argparse.Namespace:
     add("--dense", type=Path, default=MODELS / "dense", metavar="FOLDER", help="the dense model")
     add("--moe", type=Path, default=MODELS / "moe", metavar="FOLDER", help="the MoE")
     add("--result", type=Path, help="internal: set for the ranks")
+    add("--engine-dtype", help="internal: set for the ranks")
     add("--seed", type=int, default=0, help="internal: set for TRL")
     add("settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py (not of TRL)")
     args = parser.parse_intermixed_args()
@@ -524,12 +533,7 @@ def main() -> None:
     choose_dtypes(args)
     data = measure(args)
     print("\n".join(table_lines(data)))
-    conditions = data["environment"]
-    rates = [this_round["rates"] for this_round in data["rounds"]]
-    for name in rates[0]:
-        rate = spread([each[name] / 1e9 for each in rates])
-        print(f"products of a thread, {name.replace('_', ' ')}: {with_range(rate, '.0f')} GFLOP/s")
-    print("; ".join(f"{name}: {value}" for name, value in conditions.items()))
+    print("; ".join(f"{name}: {value}" for name, value in data["environment"].items()))
 
 
 if __name__ == "__main__":
