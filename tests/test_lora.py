@@ -361,7 +361,7 @@ def test_a_sync_holds_one_merged_tensor_at_a_time_and_fp8_rounds_the_merged_weig
             made.append(weakref.ref(tensor))
         del tensor
         most = max(most, sum(each() is not None for each in made))
-    assert len(made) > 2 * len(policy.merged) and most <= 1
+    assert len(made) >= len(policy.merged) and most <= 1
     merged = [(name, tensor.clone()) for name, tensor in moe_model.hf_tensors(policy)]
     sent, expected = (
         dict(simulate_rounding(iter(named))) for named in (moe_model.hf_tensors(policy), merged)
