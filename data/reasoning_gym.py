@@ -113,7 +113,7 @@ def make_part(
                     continue
                 check_reference(row["answer"])
                 reference = reasoning_gym.reference_of(row["answer"])
-                if num_of_answer[reference] >= max(1, most * num):
+                if num_of_answer[reference] + 1 > max(1, most * num):
                     part.num_frequent += 1
                     continue
         except Exception as error:  # of any type, from the code of 100 tasks
