@@ -327,8 +327,7 @@ def recorded_run(study: Path, row: str, seed: int) -> dict:
     ]
     matches = [(name, run) for name, run in runs if run["seed"] == seed]
     if len(matches) > 1:
-        names = ", ".join(name for name, _ in matches)
-        raise ValueError(f"--seed {seed}: row {row} is recorded in several files: {names}")
+        raise ValueError(f"--seed {seed}: row {row} is recorded in {', '.join(n for n, _ in matches)}")
     if not matches:
         seeds = ", ".join(map(str, sorted({run["seed"] for _, run in runs}))) or "none"
         raise ValueError(f"--seed {seed}: not recorded for row {row}; recorded seeds: {seeds}")

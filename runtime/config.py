@@ -274,6 +274,11 @@ def read_config(schema: type[Schema], argv: list[str], prog: str, description: s
         return schema.model_validate(values)
     except ValidationError as error:
         raise ValueError(explain(error, schema)) from error
+    except UnicodeEncodeError as error:  # pydantic cannot print half of a surrogate pair
+        half = ascii(error.object[error.start])[1:-1]
+        keys = [(name, key) for name, of in values.items() for key in (of if isinstance(of, dict) else "")]
+        where = [f"{name}.{key}" for name, key in keys if half in ascii(values[name][key])] or [*values]
+        raise ValueError(f"{', '.join(where)}: {half} is half of a character: write the whole one") from None
 
 
 # ------------------------------------------------------------------------------------------------------------

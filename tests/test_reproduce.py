@@ -39,7 +39,7 @@ def test_two_records_of_a_run_are_refused(tmp_path, monkeypatch):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"row": "grpo", "seed": 3}\n')
     monkeypatch.setattr(run.records, "whole_text", lambda file, or_small: file.read_text())
-    with pytest.raises(ValueError, match=r"several files: a.jsonl, b.jsonl"):
+    with pytest.raises(ValueError, match=r"recorded in a.jsonl, b.jsonl"):
         run.recorded_run(tmp_path, "grpo", 3)
 
 

@@ -36,8 +36,7 @@ def simulate(
 ) -> tuple[int, int, int]:
     """Return engine steps, tokens and trained groups of rollouts of groups that are drawn with these lengths.
 
-    All completions of a rollout run at once, and each gets a token in every step of the engine. drops: late
-    groups do not go on.
+    All completions run at once, each gets a token in every step of the engine. drops: late groups end.
     """
     random = Random(0)
     waiting: list[tuple[int, list[int]]] = []  # (age, tokens that each completion still needs)
