@@ -125,6 +125,7 @@ def make_part(
         prompts.add(row["prompt"])
         part.rows.append(row)
         num_of_answer[reference] += 1
+    # If fewer rows were found than wanted, the share allows fewer rows of each answer.
     part.num_frequent += drop_frequent(part.rows, most)
     if part.num_frequent:  # frequent answers came first, and the first rows are held out
         random.Random(first).shuffle(part.rows)
@@ -132,18 +133,19 @@ def make_part(
 
 
 def drop_frequent(rows: list[dict], most: float) -> int:
-    """Drop the last rows whose reference answer more than a share of all rows has; return their number.
-
-    A task may have found fewer rows than wanted, and with the rows the number that the share allows falls.
-    """
+    """Drop rows until no reference answer has more than a share `most` of them; return the number dropped."""
     num_before = len(rows)
-    kept: list[dict] = []
-    while len(kept) < len(rows):
-        rows[:], kept, seen = kept or rows, [], Counter[str]()
+    while True:
+        seen: Counter[str] = Counter()
+        kept = []
         for row in rows:
-            seen[reference := reasoning_gym.reference_of(row["answer"])] += 1
-            kept += [row] if seen[reference] <= max(1, most * len(rows)) else []
-    return num_before - len(rows)
+            reference = reasoning_gym.reference_of(row["answer"])
+            seen[reference] += 1
+            if seen[reference] <= max(1, most * len(rows)):
+                kept.append(row)
+        if len(kept) == len(rows):
+            return num_before - len(rows)
+        rows[:] = kept
 
 
 def row_of(task: str, level: int | None, config: dict, item: dict) -> dict:

@@ -312,8 +312,7 @@ def table_text(figures: dict) -> str:
         heads = [label_of(name) for name in columns]
         lines += ["", " " * (width + 2) + f"{'prompts':>8}" + "".join(f"{head:>10}" for head in heads)]
         for kind, name, means in groups:
-            values = [means[column]["mean"] if column in means else None for column in columns]
-            cells = "".join(f"{show_figure(column, value):>10}" for column, value in zip(columns, values))
+            cells = "".join(f"{show_figure(c, means.get(c, {}).get('mean')):>10}" for c in columns)
             lines.append(f"  {kind + ' ' + name:<{width}}{means['num_prompts']:>8}{cells}")
     return "\n".join(lines)
 

@@ -122,10 +122,8 @@ def has_prompts(job: str) -> bool:
     folders = [PROMPTS] if job == "instructions" else [PROMPTS, TASKS]
     files = [folder / f"{name}.jsonl" for folder in folders for name in ("train", "test")]
     options = TASKS / "options.json"
-    is_current = job == "instructions" or (
-        options.is_file() and json.loads(options.read_text()) == TASK_OPTIONS
-    )
-    return all(file.is_file() for file in files) and is_current
+    made_by = json.loads(options.read_text()) if options.is_file() else None
+    return all(file.is_file() for file in files) and (job == "instructions" or made_by == TASK_OPTIONS)
 
 
 def make_prompts(job: str) -> None:
