@@ -52,8 +52,8 @@ def hang(kind: str, clock: Clock, folder: Path) -> None:
             with clock("deal"):
                 ctypes.PyDLL(None).sleep(FOREVER_S)  # PyDLL keeps the interpreter's lock
         case "fails":
+            Watchdog.running.stop()  # first: a heartbeat of rank 1 would end rank 1, and with it the test
             Watchdog.running.tell_failure("error on rank 1: no memory")
-            Watchdog.running.stop()
             hangs_here()
         case "stopped":
             with clock("sync"):
