@@ -106,6 +106,24 @@ def test_peft_computes_the_exported_adapter_and_its_gradients_alike(kind, tmp_pa
     assert all(p.grad is None for name, p in policy.named_parameters() if "lora_" not in name)
 
 
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_experts_with_adapters_are_a_loop_over_experts(rank):
+    """Written without peft and grouped products; two experts have no row."""
+    experts = adapted("moe", rank=rank, alpha=2.0).model.layers[0].mlp.experts
+    x, rows = torch.randn(32, 32, requires_grad=True), [2, 0, 1, 17, 3, 0, 4, 5]
+    inputs = [x, *(matrix for name in lora.FUSED for matrix in lora.pair_of(experts, name))]
+    expected = []
+    for e, rows_of_expert in enumerate(x.split(rows)):
+        a_in, b_in, a_out, b_out = (matrix[e] for matrix in inputs[1:])
+        gate_up = rows_of_expert @ experts.gate_up_proj[e].T + 2.0 / rank * (rows_of_expert @ a_in.T @ b_in.T)
+        hidden = torch.nn.functional.silu(gate_up[:, :24]) * gate_up[:, 24:]
+        expected.append(hidden @ experts.down_proj[e].T + 2.0 / rank * (hidden @ a_out.T @ b_out.T))
+    outputs = [experts(x, torch.tensor(rows)), torch.cat(expected)]
+    gradients_of = [torch.autograd.grad((out * x.detach()).sum(), inputs) for out in outputs]
+    for our, their in zip(*([out, *grads] for out, grads in zip(outputs, gradients_of)), strict=True):
+        assert (our - their).abs().max() < PARITY and their.abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_merged_model_computes_like_the_adapters(kind, tmp_path):
     policy = adapted(kind, rslora=True)

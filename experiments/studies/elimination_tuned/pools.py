@@ -8,8 +8,8 @@ is 0.7. Solved prompts and products keep their ratio of 3 to 4. All other prompt
 which RL can learn. No prompt is in the held-out set, because data.tiny sets that set apart first.
 """
 
-import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,15 +38,6 @@ def write_pools(instance: str, folder: Path) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def main() -> None:
-    """Read the command line and write the pools."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("instances", nargs="+", help="for example habits habits_1")
-    for instance in parser.parse_args().instances:
-        write_pools(instance, OUTPUT / instance)
-
-
 if __name__ == "__main__":
-    main()
+    for instance in sys.argv[1:]:
+        write_pools(instance, OUTPUT / instance)

@@ -7,8 +7,8 @@ train.jsonl, up to 5, 15 and 30 steps long. The numbers of prompts are those of 
 of 16 prompts, which generate about 100,000, 200,000 and 300,000 tokens.
 """
 
-import argparse
 import json
+import sys
 from pathlib import Path
 
 from data.tiny import OUTPUT
@@ -39,15 +39,6 @@ def write_parts(folder: Path) -> None:
         (folder / f"part_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
-def main() -> None:
-    """Read the command line and write the parts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("instances", nargs="+", help="for example chains chains_1")
-    for instance in parser.parse_args().instances:
-        write_parts(OUTPUT / instance)
-
-
 if __name__ == "__main__":
-    main()
+    for instance in sys.argv[1:]:
+        write_parts(OUTPUT / instance)
