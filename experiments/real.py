@@ -276,6 +276,9 @@ def table_lines(data: dict | list[dict]) -> list[str]:
         ]
         if pairs[0][0] is not None:
             rows.append([label, *map(mean_with_range, pairs)])
+    if constants := summaries[0].get("best_constant_by_task"):
+        share = sum(constants.get(task, 0.0) * num for task, num in records[0]["num_by_task"].items())
+        rows.insert(2, ["best constant answer of each task", f"{share / records[0]['num_prompts']:.3g}", ""])
     seconds = summaries[0]["seconds_by_phase"]
     phases = ", ".join(f"{name} {value / 60:.1f}" for name, value in seconds.items() if value >= 30)
     tokens = [summary["generated_tokens"] for summary in summaries]

@@ -31,9 +31,7 @@ def write_pools(instance: str, folder: Path) -> None:
     for share in SHARES:
         rows, _ = sample_problems(replace(recipe_of(instance), pool=pool_sizes(share)))
         if len(rows) != SIZE:
-            raise ValueError(
-                f"{instance}: {len(rows)} prompts instead of {SIZE}; the recipe has too few sums"
-            )
+            raise ValueError(f"{instance}: {len(rows)} prompts, not {SIZE}; the recipe has too few sums")
         file = folder / f"pool_{100 * share:.0f}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
