@@ -48,16 +48,14 @@ def check_stages(config: Config) -> None:
             raise ValueError(f"{prefix}{error}") from error
     for extra in dict.fromkeys(extra for stage_config in configs for extra in active(stage_config)):
         extra.check_stages(configs)
+    if len(configs) > 1 and (lag := max(stage.rollout.lag for stage in configs)):
+        raise ValueError(f"rollout.lag {lag}: a stage would train on rollouts of the one before: set 0")
     check_hand_overs(config.stages, configs, [hand_over_metrics(stage_config) for stage_config in configs])
 
 
 def stage_configs(config: Config) -> list[Config]:
     """Return the complete settings of each stage; a run without `stages` is a single stage."""
-
-    def explain_error(error, prefix: str) -> str:
-        return explain(error, Config, prefix)
-
-    return settings_of_stages(config, free_per_stage(Config), explain_error)
+    return settings_of_stages(config, free_per_stage(Config), lambda error, at: explain(error, Config, at))
 
 
 def widest(configs: list[Config], on_gpu: bool) -> Config:

@@ -528,7 +528,7 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     is_resumed = checkpoint and config.checkpoint.resume == "auto"  # with weights alone, prompts may differ
     held_out = [prompt for prompts, _ in loaded.eval_sets.values() for prompt in prompts]
     local_prompts = (held_out if is_resumed else loaded.everyone())[rank::world_size]
-    references = [(prompt.kind, prompt.answer, prompt.fields) for prompt in local_prompts]
+    references = [(prompt.kind, prompt.answer, prompt.fields, prompt.prefix) for prompt in local_prompts]
     comparisons: dict[int, tuple[str, str]] = {}
     impossible = impossible_references(pool, references, warn_once, comparisons)
     reasons = {
@@ -863,9 +863,10 @@ def places_of_sets(eval_sets: EvalSets, k: int) -> Iterator[tuple[str, range, sl
 def groups_of(prompts: list[Prompt], indices: range) -> dict[str, list[int]]:
     """Return {"difficulty_2": its rows among this rank's prompts, "task_lcm": ...}: 12 levels, 64 tasks."""
     levels = sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]
-    tasks = sorted({p.task for p in prompts if p.task})[:64]
+    tasks = [(task, task.replace("/", "_")) for task in sorted({p.task for p in prompts if p.task})[:64]]
     groups: list[tuple[str, object, str]] = [("difficulty", level, f"{level:g}") for level in levels]
-    groups += [("task", task, task.replace("/", "_")) for task in tasks]
+    ends = ("p99", "hist", "max", "total")  # they would choose another reduction, see reduce_metrics()
+    groups += [("task", task, x + "_" * (x.rpartition("_")[2] in ends)) for task, x in tasks]
     return {
         f"{name}_{label}": [row for row, i in enumerate(indices) if getattr(prompts[i], name) == value]
         for name, value, label in groups

@@ -239,13 +239,10 @@ def offloaded_bytes(counts: ParameterCounts, settings: ModelSettings, num_ranks:
     pinned_sizes = (4, 4, itemsize) if itemsize == 2 else (4, 4, itemsize, 4)
     shares = (counts.experts // num_ranks, (counts.embeddings + counts.others) // num_ranks)
     return sum(
-        8 * share + sum(pinned_bytes(size * share) for size in pinned_sizes) for share in shares if share
+        8 * share + sum(1 << (size * share - 1).bit_length() for size in pinned_sizes)
+        for share in shares
+        if share
     )
-
-
-def pinned_bytes(num_bytes: int) -> int:
-    """Return the bytes of a pinned allocation: torch rounds up to a power of two, for example 5 GiB to 8."""
-    return 1 << (num_bytes - 1).bit_length()
 
 
 def sync_buffer_bytes(config: PretrainedConfig, settings: ModelSettings, own_experts: bool) -> int:

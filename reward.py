@@ -541,7 +541,7 @@ def decoder_json(tokenizer) -> str:
 # ------------------------------------------------------------------------------------------------------------
 # 3 Checks before a run: every reference answer can be right, every custom function works
 # ------------------------------------------------------------------------------------------------------------
-Row = tuple[str, str, dict]  # kind, reference answer, fields
+Row = tuple  # kind, reference answer, fields; data.answer_prefix, if there is one
 MAX_TRIED = 250  # code rows whose doubtful tests run at the start: about 20 seconds of one core
 COMPARISONS = {"code": "tests", "instructions": "constraints", ENVIRONMENT: "rewards of the environment"}
 TRIVIAL_TEXTS = ("yes", "YES", "My answer is yes.")  # whose share of the constraints the start reports
@@ -568,24 +568,23 @@ def impossible_references(
     The value of tests and constraints is JSON: {constant completion: share of them that it meets}.
     """
     reasons = _idle_tests(pool, rows, warn)
-    # {(kind, answer, fields if the kind reads fields): indices of rows}
+    # {(kind, answer, fields if the kind reads fields, prefix): indices of rows}
     indices_of: dict[tuple, list[int]] = {}
-    for index, (kind, answer, fields) in enumerate(rows):
+    for index, (kind, answer, fields, *prefix) in enumerate(rows):
         for term in _weighted_terms(kind):
             if term == "code":
                 try:
                     code.read_tests(answer, "")
                 except Exception as error:  # broken data can raise anything
                     reasons[index] = f"{answer[:80]!r}: error: {explain(error)}"
-            if term in TRIED:
-                indices_of.setdefault((term, answer, ""), []).append(index)
-            elif term == "instructions":
-                indices_of.setdefault((term, answer, json.dumps(fields, default=str)), []).append(index)
+            if term in TRIED or term == "instructions":
+                of_row = "" if term in TRIED else json.dumps(fields, default=str)
+                indices_of.setdefault((term, answer, of_row, *prefix), []).append(index)
     fields_of = {key: {} if key[0] in TRIED else rows[of_key[0]][2] for key, of_key in indices_of.items()}
     verdicts = _check_references(pool, fields_of)
     undecided = {key: verdict for key, verdict in verdicts.items() if _is_undecided(verdict)}
     if undecided:
-        (term, answer, _), verdict = next(iter(undecided.items()))
+        (term, answer, *_), verdict = next(iter(undecided.items()))
         num_rows = sum(len(indices_of[key]) for key in undecided)
         warn(
             f"{num_rows} reference answers could not be checked, and their prompts stay; the first, "
@@ -593,9 +592,10 @@ def impossible_references(
             "run as well, raise reward.timeout_s or reward.memory_gib"
         )
     for key, verdict in verdicts.items():
-        term, answer, _ = key
+        term, answer, _, *prefix = key
         if key not in undecided and (verdict.failed or (verdict.status != "ok" and term in TRIED)):
-            reason = verdict.detail or f"{term} does not accept the reference answer as a completion"
+            after = f" after data.answer_prefix {prefix[0]!r}" if any(prefix) else ""
+            reason = verdict.detail or f"{term} does not accept the reference answer as a completion{after}"
             reasons |= dict.fromkeys(indices_of[key], f"{answer[:80]!r}: {verdict.status}: {reason}")
     pool.latencies = []  # only latencies of training are reported
     if comparisons is not None:
@@ -607,7 +607,7 @@ def impossible_references(
 
 def _how(index: int, row: Row, details: dict[tuple[int, str], str]) -> tuple[str, str] | None:
     """Return how the reference of a row is compared, and its value; None if a rule has no value."""
-    kind, answer, _ = row
+    kind, answer, *_ = row
     terms = _weighted_terms(kind)
     term = next((term for term in terms if term in TRIED), terms[0])
     if term == "code":
@@ -625,7 +625,7 @@ def _weighted_terms(kind: str) -> list[str]:
 def _idle_tests(pool: RewardPool, rows: Sequence[Row], warn: Callable[[str], object]) -> dict[int, str]:
     """Return {index: reason} of code rows with a test that tests nothing; warn() counts rows left untried."""
     indices_of: dict[str, list[int]] = {}
-    for index, (kind, answer, _) in enumerate(rows):
+    for index, (kind, answer, *_) in enumerate(rows):
         if "code" in _weighted_terms(kind):
             with contextlib.suppress(Exception):  # broken data can raise anything; see read_tests()
                 if code.doubtful_tests(answer):
@@ -648,15 +648,15 @@ def _idle_tests(pool: RewardPool, rows: Sequence[Row], warn: Callable[[str], obj
     }
 
 
-def _check_references(pool: RewardPool, fields_of: dict[tuple[str, str, str], dict]) -> dict:
+def _check_references(pool: RewardPool, fields_of: dict[tuple, dict]) -> dict:
     """Return {(kind, answer, ...): Verdict} of reference answers as completions; see impossible_references().
 
     fields_of: {(kind, answer, ...): fields}.
     """
 
-    def submit(key: tuple[str, str, str]) -> None:
-        term, answer, _ = key
-        form = as_completion(term, answer)
+    def submit(key: tuple) -> None:
+        term, answer, _, *prefix = key
+        form = "".join(prefix) + as_completion(term, answer)
         pool.submit(key, term, form, answer, fields_of[key], task=ReferenceCheck)
 
     for key in fields_of:

@@ -42,7 +42,9 @@ def set_expected_costs(run: Run, jobs: list[Job]) -> None:
     rollout = run.config.rollout
     if rollout.schedule == "arrival":
         return
-    costs = verdict_costs(run) if rollout.count_reward_time else {}
+    # seconds differ from run to run, and with carry.share the order decides which groups a step trains on
+    is_timed = rollout.count_reward_time and not any(extra.ends_rollouts for extra in active(run.config))
+    costs = verdict_costs(run) if is_timed else {}
     lengths = run.history.expected_lengths([job.group.prompt_index for job in jobs], run.prompts)
     for (group, _), (tokens, guessed) in zip(jobs, lengths):
         latency_tokens, work_tokens = costs.get(run.prompts[group.prompt_index].kind, (0.0, 0.0))

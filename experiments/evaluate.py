@@ -95,9 +95,12 @@ def open_model(folder: Path) -> Iterator[tuple[Path, str]]:
     finished = list_checkpoints(checkpoints)
     has_adapters = bool(finished) and (finished[-1] / "adapter").is_dir()  # of lora.rank, without a model
     if not finished or has_adapters:
-        if not (folder / "model" / "config.json").is_file():
+        export = folder / "model" / "config.json"
+        is_old = has_adapters and export.is_file() and export.stat().st_mtime < finished[-1].stat().st_mtime
+        if is_old or not export.is_file():
             raise ValueError(
-                f"--model {folder}: its checkpoints hold adapters alone; the end of the run writes model/"
+                f"--model {folder}: its checkpoints hold adapters alone, and model/ of the end of the run is "
+                "missing or older than the last"
                 if has_adapters
                 else f"--model {folder}: not a model; expected a Hugging Face checkpoint (config.json), an "
                 "export or checkpoint (model/config.json), or a run with a finished checkpoint "
@@ -251,8 +254,11 @@ def best_constants(rows_of_task: dict[str, list[dict]]) -> dict[str, float]:
     """Return the share of rows that the best constant answer solves, of each task of kind reasoning_gym."""
     from data.reasoning_gym import best_constant
 
-    gym = {task: rows for task, rows in rows_of_task.items() if rows[0]["kind"] == "reasoning_gym"}
-    return {task: best_constant(rows)[1] for task, rows in sorted(gym.items())}
+    gym = {
+        task: [row for row in rows if row["kind"] == "reasoning_gym" and row["status"] != "error"]  # broken
+        for task, rows in sorted(rows_of_task.items())
+    }
+    return {task: best_constant(rows)[1] for task, rows in gym.items() if rows}
 
 
 def mismatch_figures(rows: list[dict]) -> dict[str, float]:

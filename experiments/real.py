@@ -41,7 +41,7 @@ import yaml
 
 from data import smollm2
 from experiments.bench.common import markdown, mean_with_range, replace_text, torchrun, write_json
-from experiments.evaluate import best_constants, samples_page
+from experiments.evaluate import TRAINED_WITH, best_constants, samples_page
 from experiments.text_quality import LABELS, read_rows, text_quality
 from runtime.launch import leave, run
 from runtime.memory import free_memory
@@ -153,14 +153,11 @@ def evaluate(model: Path, run_dir: Path, when: str) -> None:
         few = ["--limit", NUM_WRITTEN, "--samples", 0, "--max-new-tokens", 112]
         texts = run_dir / f"{when}_texts.jsonl"
         complete(model, texts, "--data", PROMPTS / "test.jsonl", "--chat", "always", *few)
-    settings = {
-        "data.answer_prefix": data["answer_prefix"], "rollout.stop": rollout["stop"],
-        "reward.binary": config["reward"]["binary"],
-    }  # fmt: skip
+    settings = {name: config[name.split(".")[0]][name.split(".")[1]] for name in TRAINED_WITH[1:]}
     complete(
         model, run_dir / f"{when}_completions.jsonl", "--data", json.dumps(data["eval"][0]), "--chat",
         data["chat"], "--samples", config["eval"]["num_samples"], "--temperature", rollout["temperature"],
-        "--max-new-tokens", rollout["max_new_tokens"],
+        "--max-new-tokens", config["eval"]["max_new_tokens"] or rollout["max_new_tokens"],
         *(f"{name}={json.dumps(value)}" for name, value in settings.items()),
     )  # fmt: skip
 
@@ -413,6 +410,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--json", type=Path, help="with --collect: file for their records")
     add("settings", nargs="*", help="settings of train_rl.py, for example train.num_steps=60")
     args = parser.parse_args(argv)
+    if any(word.startswith("model.path=") for word in args.settings):
+        parser.error("model.path: the model before training is the SmolLM2 of this job; use train_rl.py")
     folders = [word.partition("=")[2] for word in args.settings if word.startswith("run.dir=")]
     own = yaml.safe_load((ROOT / CONFIG.format(args.job)).read_text())["run"]["dir"]
     args.run_dir = Path(folders[-1] if folders else own)

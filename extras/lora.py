@@ -45,6 +45,7 @@ from moe_model import (
     token_chunks,
 )
 from runtime.metrics import warn_once
+from runtime.schedule import from_all_ranks
 
 RANK_MULTIPLE = 8  # grouped products of CUDA need rows of 16 bytes: a smaller rank is padded with zeros
 MODULES = {"attention": moe_model.Attention, "mlp": DenseMLP, "experts": Experts}  # {target: class}
@@ -385,28 +386,25 @@ def load_adapter(policy: Policy, folder: Path) -> None:
 
 
 def digest_of_base(folder: Path) -> str:
-    """Hash name, form and three parts of 4 KiB of each matrix, however the tensors are split over files.
+    """Hash names, forms and values of all tensors, however they are split over files.
 
-    A merge may have changed one kind of matrix alone. Each of several fused experts is a matrix.
+    Collective: the ranks share the tensors, of which sha256 reads 1 to 2 GB per second.
     """
-    digests = {}
+    digests: dict[str, str] = {}
     for shard in moe_model.checkpoint_shards(folder):
         with shard.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             start = file.tell()
             header.pop("__metadata__", None)
-            for name, entry in header.items():
+            for name in sorted(header)[dist.get_rank() :: dist.get_world_size()]:
+                entry = header[name]
                 begin, end = entry["data_offsets"]
                 digest = hashlib.sha256(f"{name} {entry['dtype']} {entry['shape']}".encode())
-                num_matrices = entry["shape"][0] if len(entry["shape"]) == 3 else 1
-                for i in range(num_matrices):
-                    low, high = (begin + (end - begin) * k // num_matrices for k in (i, i + 1))
-                    size = min(4096, high - low)
-                    for place in (low, (low + high - size) // 2, high - size):
-                        file.seek(start + place)
-                        digest.update(file.read(size))
-                digests[name] = digest.digest()
-    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()[:16]
+                file.seek(start + begin)
+                digest.update(file.read(end - begin))
+                digests[name] = digest.hexdigest()
+    everything = sorted(item for of_rank in from_all_ranks(digests) for item in of_rank.items())
+    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -451,26 +449,25 @@ class LoraExtra(Extra):
         """Return the bytes of the adapters, and of the float32 copies while a tensor is merged."""
         counts = adapter_counts(config, hf_config)
         num_held = counts.experts // config.model.ep_size + counts.others
-        shapes = shapes_of(hf_config)
-        sizes = [
-            math.prod(shape) // (config.model.ep_size if len(shape) == 3 else 1)
-            for target in targets_of(config, hf_config) for shape in shapes[target]
-        ]  # fmt: skip
-        itemsize = getattr(torch, config.model.dtype).itemsize
-        copies = NUM_COPIES * 4 * min(max(sizes), moe_model.CHUNK_ELEMENTS["cuda"])
-        return {"weights": num_held * itemsize, "sync buffers": max(sizes) * itemsize + copies}
+        shapes = [shape for target in targets_of(config, hf_config) for shape in shapes_of(hf_config)[target]]
+        largest = max(math.prod(s) // (config.model.ep_size if len(s) == 3 else 1) for s in shapes)
+        whole = max(math.prod(s[1:]) for s in shapes)  # an expert, or a row: token_chunks() cuts none
+        copies = NUM_COPIES * 4 * max(whole, min(largest, moe_model.CHUNK_ELEMENTS["cuda"]))
+        held, engine = (getattr(torch, section.dtype) for section in (config.model, config.rollout))
+        sent = torch.promote_types(held, engine).itemsize
+        return {"weights": num_held * held.itemsize, "sync buffers": largest * sent + copies}
 
     def check(self, launch):
         """Refuse a resume with other weights under the adapters."""
         recorded = launch.state.extras.setdefault("lora", {})
         path = launch.config.model.path
         digest = digest_of_base(moe_model.model_folder(path))
-        if recorded.get("base") not in (None, digest):
+        if recorded.get("weights") not in (None, digest):
             raise ValueError(
                 f"model.path: the adapters of the checkpoint belong to other weights than those in {path}: "
                 "restore the weights, or choose another run.dir"
             )
-        recorded["base"] = digest
+        recorded["weights"] = digest
 
     def adapt(self, policy, config):
         """Freeze the policy and add the adapters."""
@@ -507,7 +504,8 @@ class LoraExtra(Extra):
         if kept < SMALLEST_SURVIVAL * whole:
             warn_once(
                 f"lora/merged_frac is below {SMALLEST_SURVIVAL}: rounding to {adapters.engine_dtype} hides "
-                "most of the update: raise train.learning_rate or set rollout.dtype=float32"
+                "most of the update. If it stays there after the first steps, raise train.learning_rate or "
+                "set rollout.dtype=float32"
             )
         return {"lora/merged_frac": (kept, whole)}
 

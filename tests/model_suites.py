@@ -554,6 +554,7 @@ def lora(folder: Path) -> dict:
             policy = policy_from(folder / kind, ep_size).to(dtype)  # noqa: B023
             policy.activation_checkpointing = recompute  # noqa: B023
             extras.lora.EXTRA.adapt(policy, config)  # noqa: B023
+            extras.lora.EXTRA.save(policy, config, folder / f"{name}_new", save_file)  # noqa: B023
             extras.lora.EXTRA.load(policy, adapter)
             return adamw_engine(policy, zero_stage, offload)  # noqa: B023
 

@@ -129,6 +129,8 @@ def test_figures_by_source_and_difficulty_add_up_and_are_printed():
     assert "constant" not in table_text(figures)
     answer = json.dumps({"task": "gcd", "answer": "4", "metadata": {}})
     gym = [r | {"kind": "reasoning_gym", "answer": answer} if r["task"] == "m" else r for r in rows]
+    broken = {"answer": "5", "status": "error"}  # a bad row costs no figure of the others
+    gym += [r | broken | {"prompt_index": 98} for r in gym if r["prompt_index"] == 0]
     figures = all_figures(gym, 0)
     assert (
         figures["task"]["m"]["best_constant"] == {"mean": 1} and "best_constant" not in figures["task"]["n"]

@@ -6,6 +6,7 @@ checkpointing.
 """
 
 import json
+import os
 import shutil
 import weakref
 from pathlib import Path
@@ -84,14 +85,14 @@ def gradients(policy: moe_model.Policy) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_computes_the_exported_adapter_and_its_gradients_alike(kind, tmp_path):
-    """A random B also for experts, dense MLPs of a MoE, and shared experts."""
-    hf = tiny_model(kind)
-    policy = adapted(kind, hf)
+    """A random B also for experts, dense MLPs of a MoE, shared experts; rsLoRA in half of the families."""
+    hf, rslora = tiny_model(kind), kind in KINDS[::2]
+    policy = adapted(kind, hf, rslora=rslora)
     logprobs, *_ = policy(packed_batch())
     base, *_ = lora.Base(policy)(packed_batch())
     expected_base, _ = reference_logprobs(hf, tiny_batch())
     assert (base - torch.cat(expected_base)).abs().max() < PARITY
-    model = through_peft(policy, hf, tmp_path)
+    model = through_peft(policy, hf, tmp_path, rslora=rslora)
     expected, _ = reference_logprobs(model, tiny_batch())
     assert (base - logprobs).abs().max() > 0.1
     assert (torch.cat(expected) - logprobs).abs().max() < PARITY
@@ -244,6 +245,22 @@ def test_two_updates_of_two_ranks_are_those_of_peft_and_resume_bit_for_bit(name)
 
 
 # ---- Plan --------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_adapters_start_as_those_of_peft_whichever_rank_holds_the_experts():
+    """B is zero; A is uniform within 1 / sqrt(inputs), as far as a draw shows."""
+    folders = [SUITE.folder() / f"{name}_new" / "adapter" for name in ("ep_1", "ep_2")]
+    ours, of_two = (load_file(folder / lora.TENSORS) for folder in folders)
+    model = peft.get_peft_model(tiny_model("moe"), peft.PeftConfig.from_pretrained(folders[0]))
+    theirs = {name.replace(".default", ""): p for name, p in model.named_parameters() if "lora_" in name}
+    assert ours.keys() == theirs.keys() == of_two.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, of_two[name])
+        bound = 0 if "lora_B" in name else tensor.shape[-1] ** -0.5
+        for values in (tensor, theirs[name].detach()):
+            assert 0.9 * bound <= values.abs().max() <= bound
+            assert values.square().mean() == pytest.approx(bound**2 / 3, rel=0.3)
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_frozen_weights_take_no_gradients_and_no_optimizer_states(zero_stage):
     """Qwen3-30B-A3B on 2 GPUs, EP 2, rank 8: adapters of 48 layers, counted by hand."""
@@ -305,7 +322,7 @@ def test_adapters_and_all_weights_do_not_resume_each_other(saved, rank, resume, 
         checkpoint.check_fits(config, Path("step_1"), record)
 
 
-def test_adapters_of_other_matrices_or_of_another_base_are_refused(tmp_path):
+def test_adapters_of_other_matrices_or_of_another_base_are_refused(tmp_path, one_rank):
     lora.EXTRA.save(adapted("moe"), make_config("lora.rank=3", "lora.alpha=6"), tmp_path, lora.save_file)
     for settings, names in (
         ({"rank": 4}, "lora.rank, lora.targets"), ({"targets": ["experts"]}, "lora.rank, lora.targets"),
@@ -331,6 +348,12 @@ def test_adapters_of_other_matrices_or_of_another_base_are_refused(tmp_path):
     index = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
     (again / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert lora.digest_of_base(again) == lora.digest_of_base(folders[0])
+    for value in (0, 1):  # one value of a large matrix
+        tensor = torch.zeros(64, 64)
+        tensor[19, 34] = value
+        (tmp_path / str(value)).mkdir()
+        lora.save_file({"weight": tensor}, tmp_path / str(value) / "model.safetensors")
+    assert lora.digest_of_base(tmp_path / "0") != lora.digest_of_base(tmp_path / "1")
     state = TrainState()
     for folder, resume in (
         (folders[0], "auto"),
@@ -364,9 +387,11 @@ def test_a_run_with_adapters_resumes_exactly_and_is_evaluated(tmp_path):
     )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any(tensor.abs().max() > 0 for name, tensor in ours.items() if "lora_B" in name)
-    shutil.rmtree(straight / "model")
-    with pytest.raises(ValueError, match="adapters alone"), evaluate.open_model(straight):
-        pass
+    os.utime(straight / "model" / "config.json", (0, 0))
+    for words in ("adapters alone", "missing or older"):
+        with pytest.raises(ValueError, match=words), evaluate.open_model(straight):
+            pass
+        shutil.rmtree(straight / "model", ignore_errors=True)
 
 
 def test_a_sync_holds_one_merged_tensor_at_a_time_and_fp8_rounds_the_merged_weights():

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers import make_config
 
 from data import smollm2
 from experiments import real
@@ -30,12 +31,21 @@ def test_finished_phases_are_skipped_and_their_seconds_are_kept(tmp_path):
     assert list(real.Phases(tmp_path).seconds) == ["check"]  # a failed phase runs again
 
 
+def test_another_start_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        real.parse_args(["model.path=mine"])
+    assert "model.path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("chat", ["never", "always"])
 def test_an_evaluation_takes_the_settings_of_its_run(chat, tmp_path, monkeypatch):
     """After tasks the model also answers instructions, so that its texts can be measured."""
     rollout = {"max_new_tokens": 77, "dtype": "auto", "kv_cache_gib": 0.5, "temperature": 0.7, "stop": ["\n"]}
     data = {"chat": chat, "answer_prefix": "\nAnswer:", "eval": [{"path": "held_out.jsonl"}]}
-    config = {"rollout": rollout, "data": data, "reward": {"binary": True}, "eval": {"num_samples": 4}}
+    config = make_config().model_dump(mode="json")
+    for section, values in {"rollout": rollout, "data": data, "reward": {"binary": True}}.items():
+        config[section] |= values
+    config["eval"] |= {"num_samples": 4}
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     (tmp_path / "versions.json").write_text(json.dumps({"rollout_dtype": "float32"}))
     commands = []

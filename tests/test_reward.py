@@ -369,6 +369,8 @@ def test_impossible_references_have_a_reason():
     with RewardPool(1, timeout_s=limit(60)) as pool:
         reasons = impossible_references(pool, items)
         assert (pool.latencies, pool.collect()) == ([], {})
+        after = impossible_references(pool, [(k, "4", {}, "Answer: ") for k in ("exact", "numeric", "math")])
+    assert list(after) == [0] and "data.answer_prefix 'Answer: '" in after[0]
     assert list(reasons) == list(range(len(possible), len(items)))
     for index, (_, answer, word) in zip(reasons, 2 * list(impossible)):
         assert word in reasons[index] and repr(answer) in reasons[index]

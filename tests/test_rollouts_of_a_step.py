@@ -69,13 +69,17 @@ def test_only_longest_first_expects_lengths(schedule):
     assert [(group.expected_tokens, group.guessed) for group, _ in jobs] == expected[schedule]
 
 
-@pytest.mark.parametrize("count", [True, False])
+@pytest.mark.parametrize("count, extra", [(True, []), (False, []), (True, ["carry.share=0.5"])])
 @pytest.mark.parametrize("schedule", ["arrival", "longest_first"])
-def test_verdicts_cost_tokens_at_the_pace_of_the_engine(schedule, count, ranks):
-    """Two workers, 4 async calls each; two ranks share an engine; means over the ranks that know a kind."""
+def test_verdicts_cost_tokens_at_the_pace_of_the_engine(schedule, count, extra, ranks):
+    """Two workers, 4 async calls each; two ranks share an engine; means over the ranks that know a kind.
+
+    With carry.share, seconds would decide which groups a step trains on.
+    """
     config = make_config(
-        f"rollout.schedule={schedule}", f"rollout.count_reward_time={count}", "rollout.tensor_parallel=2"
-    )
+        f"rollout.schedule={schedule}", f"rollout.count_reward_time={count}",
+        *(extra or ["rollout.tensor_parallel=2"]),
+    )  # fmt: skip
     calls = {"exact": 1, "my:judge": 1, "my:call": 4}
     seconds = [{"exact": 1e-3, "my:judge": 0.2}, {"my:judge": 0.4, "my:call": 0.3}]  # by rank
 
@@ -91,7 +95,8 @@ def test_verdicts_cost_tokens_at_the_pace_of_the_engine(schedule, count, ranks):
     expected = [(0.2, 0.3), (60.0, 90.0), (60.0, 22.5), (0.0, 0.0)]
     for costs_of_rank in ranks(2).run(costs):
         for cost, tokens in zip(costs_of_rank, expected, strict=True):
-            assert cost == pytest.approx(tokens if schedule != "arrival" and count else (0.0, 0.0))
+            is_timed = schedule != "arrival" and count and not extra
+            assert cost == pytest.approx(tokens if is_timed else (0.0, 0.0))
 
 
 @pytest.mark.parametrize("schedule, tokens", [("longest_first", 60.0), ("arrival", 0.0)])

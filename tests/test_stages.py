@@ -175,6 +175,7 @@ REFUSED = {  # case: (stages, settings, keywords of the message)
     "contradiction in a stage": (
         f"[{A}, {{name: b, zero_variance: {{refill: true}}}}]", [], "stages[1] zero_variance.drop",
     ),
+    "a lag": (f"[{A}, {B}]", ["rollout.lag=2"], "rollout.lag 2"),
     "two of a name": (f"[{A}, {A}, {B}]", [], "stages[1] name"),
     "the last stage ends": (f"[{A}]", [], "stages[0] until"),
     "no rule": (f"[{{name: a}}, {B}]", [], "stages[0] until.steps"),
@@ -329,10 +330,12 @@ def test_the_stream_of_a_stage_holds_its_own_prompts_only(sums):
     history = no_history(len(union.train))
     config = load_config([TRAIN, "train.seed=5"])
     chosen, offered = train_rl.choose_prompts(14, 100 + 3, history, 0, config, offers[1], first=100)
-    places = prompts_of_step(7, 14, 3, 5, ((7, 2.0),))
+    places = prompts_of_step(7, 14, 3, 105, ((7, 2.0),))
     assert chosen == [offers[1].indices[place] for place in places] and offered == 14
     epoch, _ = train_rl.choose_prompts(14, 100, history, 0, config, offers[1], first=100)
     assert sorted(epoch) == sorted([*offers[1].indices] * 2)
+    later, _ = train_rl.choose_prompts(14, 200, history, 0, config, offers[1], first=200)
+    assert sorted(later) == sorted(epoch) and later != epoch, "a stage that returns has a new order"
 
 
 def test_each_stage_has_its_own_window_of_measured_pass_rates(sums):

@@ -24,7 +24,6 @@ Kinds:
     rewards   functions that hang, die, flood, forge
     data      rows, files and models that are invalid
     settings  values just and far outside of the bounds, unknown names, hostile YAML
-    real      the pretrained model of --real: out of memory, SIGKILL in a rollout and in an update
 
 A case with a good verdict at the same commit is skipped, so that the same command resumes an interrupted
 campaign. Runs without kills start as forks of a server that has imported the slow libraries. The final output
@@ -62,7 +61,6 @@ from experiments.bench.common import (
 )
 from tests import preloaded
 from tests.campaign import hostile_input
-from tests.campaign.real_model import DENSE, real_cases
 from tests.campaign.soak import soak
 from tests.campaign.started import SPARED, TARGETS, Started, start_trainer
 from tests.campaign.verdicts import (
@@ -334,8 +332,8 @@ def full_disk(free: int | None, settings: list[str], bench: Bench, folder: Path)
 # ------------------------------------------------------------------------------------------------------------
 # The campaign
 # ------------------------------------------------------------------------------------------------------------
-def all_cases(kills: int, seed: int, model: Path) -> dict[str, Attempt]:
-    """Return {kind/what: attempt}; model: folder of a pretrained model."""
+def all_cases(kills: int, seed: int) -> dict[str, Attempt]:
+    """Return {kind/what: attempt}."""
     disks = DISKS if os.geteuid() == 0 else {}
     cases = {
         "kills": kill_cases(kills, seed),
@@ -345,7 +343,6 @@ def all_cases(kills: int, seed: int, model: Path) -> dict[str, Attempt]:
         "rewards": hostile_input.reward_cases(),
         "data": hostile_input.data_cases(),
         "settings": hostile_input.setting_cases(),
-        "real": real_cases(model, commit()),
     }
     return {
         f"{kind}/{name}": attempt for kind, attempts in cases.items() for name, attempt in attempts.items()
@@ -423,13 +420,6 @@ def parse() -> argparse.Namespace:
         help="instead of the cases, watch one run of this many short steps",
     )
     parser.add_argument(
-        "--real",
-        type=Path,
-        metavar="FOLDER",
-        default=DENSE,
-        help="pretrained model of the cases real/, left out if missing (default: %(default)s)",
-    )
-    parser.add_argument(
         "--seed", type=int, default=0, help="seed of moments and targets (default: %(default)s)"
     )
     args = parser.parse_args()
@@ -463,7 +453,7 @@ def main() -> None:
         cases = {f"soak/{args.soak} steps": lambda *_: soak(args.soak, folder)}
         bench = None
     else:
-        cases = all_cases(args.kills, args.seed, args.real.resolve())
+        cases = all_cases(args.kills, args.seed)
         cases = {name: case for name, case in cases.items() if any(text in name for text in args.only)}
         if not cases:
             sys.exit(f"--only: no name of a case holds {' or '.join(args.only)}")
