@@ -814,7 +814,8 @@ def training_warnings(model: Path, settings) -> list[str]:
         values = {
             name: trained[section][key] for name, section, key in pairs if key in trained[section]
         }  # runs of older versions lack settings
-    except (KeyError, TypeError):
+        templates = [source.get("template") for source in trained["data"]["train"]]
+    except (AttributeError, KeyError, TypeError):
         return []  # not a run of this project
     present = settings.model_dump(mode="json")
     changes = []
@@ -822,9 +823,11 @@ def training_warnings(model: Path, settings) -> list[str]:
         section, _, key = name.partition(".")
         if value != present[section][key]:
             changes.append(f"{name} was {value!r} and is {present[section][key]!r}")
-    if not changes:
-        return []
-    return [f"warning: in training (config.yaml) {'; '.join(changes)}: set the same, unless you mean it"]
+    asked = [source["template"] for source in present["data"]["eval"]]
+    if templates and not {*templates} & {*asked}:
+        changes.append(f"the template was {templates[0]!r} and is {asked[0]!r}")
+    text = f"warning: in training (config.yaml) {'; '.join(changes)}: set the same, unless you mean it"
+    return [text] if changes else []
 
 
 def say(text: str) -> None:

@@ -9,7 +9,6 @@ of 16 prompts, which generate about 100,000, 200,000 and 300,000 tokens.
 
 import json
 import sys
-from pathlib import Path
 
 from data.tiny import OUTPUT
 
@@ -32,13 +31,9 @@ def parts_of(rows: list[dict]) -> dict[str, list[dict]]:
     return parts
 
 
-def write_parts(folder: Path) -> None:
-    """Write the parts of a task instance into its folder."""
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    for name, part in parts_of(rows).items():
-        (folder / f"part_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-
-
 if __name__ == "__main__":
     for instance in sys.argv[1:]:
-        write_parts(OUTPUT / instance)
+        prompts = (OUTPUT / instance / "train.jsonl").read_text().splitlines()
+        for name, part in parts_of([json.loads(line) for line in prompts]).items():
+            file = OUTPUT / instance / f"part_{name}.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in part))
