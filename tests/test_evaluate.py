@@ -460,7 +460,7 @@ def test_settings_that_differ_from_the_training_are_reported(tmp_path):
         assert training_warnings(tmp_path / place, settings_of(*options, 'rollout.stop=["\\n"]')) == []
         (warning,) = training_warnings(tmp_path / place, settings_of(*options, "--template", "Q: {prompt}"))
         assert "rollout.stop" in warning and "system_prompt" not in warning
-        assert "the template was None and is 'Q: {prompt}'" in warning
+        assert "the template was '{prompt}' and is 'Q: {prompt}'" in warning
         assert date_of(tmp_path / place, settings_of(*options)) == "2025-05-05"
         assert date_of(tmp_path / place, settings_of(*options, "data.date=2020-02-02")) == "2020-02-02"
     (tmp_path / "config.yaml").write_text("name: of another program\n")
