@@ -90,17 +90,19 @@ def record_of(run_dir: Path) -> dict:
 
 
 def table_lines(record: dict[str, dict]) -> list[str]:
-    """Return the table of the tasks with a right sample; the last row is the mean of the others."""
-    solved = {task: row for task, row in record.items() if row["pass_at_1"] > 0}
+    """Return the table of the tasks with several right samples; the last row is the mean of the others."""
+    num = {task: row["pass_at_1"] * row["prompts"] * NUM_SAMPLES for task, row in record.items()}
+    solved = {task: record[task] for task in record if num[task] > 1.5}
     rows = [
         [f"`{task}`", *(f"{row[name]:.2f}" for name in ("pass_at_1", "constant_frac")),
          f"{row['without_variance_frac']:.2f}", f"{row['tokens']:.1f}"]
         for task, row in sorted(solved.items(), key=lambda item: -item[1]["pass_at_1"])
     ]  # fmt: skip
-    others = [row for row in record.values() if row["pass_at_1"] == 0]
+    others = [row for task, row in record.items() if task not in solved]
     if others:
-        means = [sum(row[n] for row in others) / len(others) for n in ("without_variance_frac", "tokens")]
-        rows.append([f"{len(others)} others", "0.00", "", f"{means[0]:.2f}", f"{means[1]:.1f}"])
+        names = ("pass_at_1", "without_variance_frac", "tokens")
+        score, ties, tokens = (sum(row[name] for row in others) / len(others) for name in names)
+        rows.append([f"{len(others)} others", f"{score:.3f}", "", f"{ties:.2f}", f"{tokens:.1f}"])
     heads = ["task at its lowest level", "pass@1", "best constant", "groups without variance", "tokens"]
     return markdown(heads, rows)
 

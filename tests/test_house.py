@@ -314,7 +314,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, the root": 4010,
     "lines of Python, data": 4553,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8935,
+    "lines of Python, experiments": 8936,
     "lines of Python, extras": 1955,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5028,
