@@ -99,9 +99,9 @@ RECORDED = (  # patterns of the optional training metrics that a record keeps
     "inversion_frac", "score", "reward", "verdict/ok_frac", "completion_tokens", "abs_dlogp", "mismatch_k3",
     "mismatch_routes", "mismatch_ess", "skew_*", "topk_mass", "abs_log_ratio", "entropy", "clipped",
     "clip_eps", "grad_norm", "clipped/update_*", "entropy/entropy_group_*", "clipped/entropy_group_*",
-    "cut_at_limit_frac", "distinct_frac", "draft_*", "lora/*", "token_age_mean", "rollout_bubble", "seconds/*",
+    "cut_at_limit_frac", "distinct_frac", "draft_*", "rollout_bubble", "seconds/*", "lora/*",
     "zero_variance/*", "account/prompts_skipped", "account/prompts_stopped", "regime/*", "teacher_*",
-    "account/teacher_tokens_total", "masked", "part/*", "turns", "tool_calls", "tool_errors_frac",
+    "account/teacher_tokens_total", "masked", "part/*", "turns", "tool_*", "token_age_mean",
 )  # fmt: skip
 SMOOTHING_STEPS = 10  # width of moving sums and means
 TRAINING = "train/"  # prefix of a metric of the training steps in --metric
