@@ -477,21 +477,23 @@ ROWS = (  # figure, text, form
 )
 
 
-def table_lines(data: dict, only: tuple[str, ...] = ()) -> list[str]:
-    """Return the table of the trainers' figures, for the trainers of the record; only: of these figures."""
+def table_lines(data: dict) -> list[str]:
+    """Return the table of the trainers' figures, for the trainers of the record."""
     figures = summary(data)
     trainers = [name for name in TRAINERS if name in figures]
     rows = [
         [text, *(with_range(figures[t][name], form) if name in figures[t] else "" for t in trainers)]
         for name, text, form in ROWS
-        if any(name in figures[t] for t in trainers) and (not only or name in only)
+        if any(name in figures[t] for t in trainers)
     ]
     return markdown([f"median (range) of {len(data['rounds'])} rounds", *trainers], rows)
 
 
 def lora_lines(data: dict) -> list[str]:
-    """Return the figures that adapters change."""
-    return table_lines(data, (*LORA_FIGURES, *(f"{name}_over_moe" for name in LORA_FIGURES)))
+    """Return the figures of training with adapters beside full training."""
+    figures = summary(data)["moe_lora"]
+    rows = [[text, with_range(figures[name], form)] for name, text, form in ROWS if "over_moe" in name]
+    return markdown([f"median (range) of {len(data['rounds'])} rounds", "moe_lora"], rows)
 
 
 # ------------------------------------------------------------------------------------------------------------
