@@ -254,11 +254,12 @@ def best_constants(rows_of_task: dict[str, list[dict]]) -> dict[str, float]:
     """Return the share of rows that the best constant answer solves, of each task of kind reasoning_gym."""
     from data.reasoning_gym import best_constant
 
-    gym = {
-        task: [row for row in rows if row["kind"] == "reasoning_gym" and row["status"] != "error"]  # broken
-        for task, rows in sorted(rows_of_task.items())
-    }
-    return {task: best_constant(rows)[1] for task, rows in gym.items() if rows}
+    shares = {}
+    for task, rows in sorted(rows_of_task.items()):
+        gym = [row for row in rows if row["kind"] == "reasoning_gym" and row["status"] != "error"]
+        with contextlib.suppress(ValueError):  # a bad row, whose completion has no answer to compare
+            shares |= {task: best_constant(gym)[1]} if gym else {}
+    return shares
 
 
 def mismatch_figures(rows: list[dict]) -> dict[str, float]:

@@ -396,8 +396,7 @@ def digest_of_base(folder: Path) -> str:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             start = file.tell()
             header.pop("__metadata__", None)
-            for name in sorted(header)[dist.get_rank() :: dist.get_world_size()]:
-                entry = header[name]
+            for name, entry in sorted(header.items())[dist.get_rank() :: dist.get_world_size()]:
                 begin, end = entry["data_offsets"]
                 digest = hashlib.sha256(f"{name} {entry['dtype']} {entry['shape']}".encode())
                 file.seek(start + begin)

@@ -22,6 +22,7 @@ from conftest import ROOT
 from experiments import evaluate as evaluate_py
 from experiments.evaluate import (
     all_figures,
+    best_constants,
     date_of,
     level_labels,
     link_newest,
@@ -131,6 +132,7 @@ def test_figures_by_source_and_difficulty_add_up_and_are_printed():
     gym = [r | {"kind": "reasoning_gym", "answer": answer} if r["task"] == "m" else r for r in rows]
     broken = {"answer": "5", "status": "error"}  # a bad row costs no figure of the others
     gym += [r | broken | {"prompt_index": 98} for r in gym if r["prompt_index"] == 0]
+    assert best_constants({"m": gym[-1:], "n": [gym[-1] | {"status": "no_answer"}]}) == {}
     figures = all_figures(gym, 0)
     assert (
         figures["task"]["m"]["best_constant"] == {"mean": 1} and "best_constant" not in figures["task"]["n"]
