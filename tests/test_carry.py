@@ -145,7 +145,7 @@ def test_a_share_is_at_most_1_and_an_age_at_least_1(settings):
 
 @pytest.mark.parametrize("name, first, second", [
     ("rollout.temperature", 1.0, 0.9), ("rollout.group_size", 8, 4), ("rollout.max_new_tokens", 64, 32),
-    ("carry.share", 0.5, "null"), ("algorithm.router_replay", "none", "r3"),
+    ("carry.share", 0.5, "null"), ("algorithm.router_replay", "off", "r3"),
 ])  # fmt: skip
 def test_stages_fit_completions_that_wait(name, first, second):
     configs = [make_config("carry.share=0.5", f"{name}={value}") for value in (first, second)]
