@@ -866,7 +866,7 @@ def groups_of(prompts: list[Prompt], indices: range) -> dict[str, list[int]]:
     tasks = [(task, task.replace("/", "_")) for task in sorted({p.task for p in prompts if p.task})[:64]]
     groups: list[tuple[str, object, str]] = [("difficulty", level, f"{level:g}") for level in levels]
     ends = ("p99", "hist", "max", "total")  # they would choose another reduction, see reduce_metrics()
-    groups += [("task", task, x + "_" * (x.rpartition("_")[2] in ends)) for task, x in tasks]
+    groups += [("task", task, label + "_" * (label.rpartition("_")[2] in ends)) for task, label in tasks]
     return {
         f"{name}_{label}": [row for row, i in enumerate(indices) if getattr(prompts[i], name) == value]
         for name, value, label in groups

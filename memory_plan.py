@@ -240,8 +240,7 @@ def offloaded_bytes(counts: ParameterCounts, settings: ModelSettings, num_ranks:
     shares = (counts.experts // num_ranks, (counts.embeddings + counts.others) // num_ranks)
     return sum(
         8 * share + sum(1 << (size * share - 1).bit_length() for size in pinned_sizes)
-        for share in shares
-        if share
+        for share in filter(None, shares)
     )
 
 

@@ -187,7 +187,7 @@ def choose_prompts(
     offers, so that the loop always ends.
 
     offers: the prompts of the current part of the run (setting `stages`); None: all prompts. first: value of
-    `consumed` when this part began.
+    `consumed` when this part began; it is added to the seed, so that earlier prompts return in a new order.
     """
     offers = offers or Offers(range(len(history.tried)))
     chosen: list[int] = []

@@ -153,7 +153,8 @@ def evaluate(model: Path, run_dir: Path, when: str) -> None:
         few = ["--limit", NUM_WRITTEN, "--samples", 0, "--max-new-tokens", 112]
         texts = run_dir / f"{when}_texts.jsonl"
         complete(model, texts, "--data", PROMPTS / "test.jsonl", "--chat", "always", *few)
-    settings = {name: config[name.split(".")[0]][name.split(".")[1]] for name in TRAINED_WITH[1:]}
+    names = [name.split(".") for name in TRAINED_WITH if name != "data.chat"]
+    settings = {f"{section}.{key}": config[section][key] for section, key in names}
     complete(
         model, run_dir / f"{when}_completions.jsonl", "--data", json.dumps(data["eval"][0]), "--chat",
         data["chat"], "--samples", config["eval"]["num_samples"], "--temperature", rollout["temperature"],

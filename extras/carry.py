@@ -83,12 +83,10 @@ class Carry(Extra):
             raise ValueError(
                 "carry.share: a stage without it would drop waiting groups: set it in all stages"
             )
-        for section, name in (
-            ("rollout", "temperature"), ("rollout", "group_size"), ("algorithm", "router_replay"),
-        ):  # fmt: skip
-            if len({getattr(getattr(config, section), name) for config in configs}) > 1:
-                where = f"{section}.{name}"
-                raise ValueError(f"carry.share: groups may wait for the next stage: set one {where} in all")
+        for name in ("rollout.temperature", "rollout.group_size", "algorithm.router_replay"):
+            section, _, key = name.partition(".")
+            if len({getattr(getattr(config, section), key) for config in configs}) > 1:
+                raise ValueError(f"carry.share: groups may wait for the next stage: set one {name} in all")
         lengths = [rollout.max_new_tokens for rollout in rollouts]
         if lengths != sorted(lengths):
             raise ValueError(

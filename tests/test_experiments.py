@@ -183,7 +183,8 @@ def test_a_killed_visit_keeps_its_figures_and_leaves_no_process(tmp_path):
     command = [sys.executable, "-m", "experiments.bench.gpu", "--mode", "kernels", "--dry-run", "--pieces"]
     visit = subprocess.Popen([*command, "update", "--out", tmp_path], cwd=ROOT, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + limit(120)
-    file, children = tmp_path / "update.json", []
+    file = tmp_path / "update.json"
+    children: list[psutil.Process] = []
     while not file.is_file() and time.monotonic() < deadline:
         children = psutil.Process(visit.pid).children(recursive=True) or children
         time.sleep(0.01)

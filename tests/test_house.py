@@ -314,13 +314,13 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, the root": 4010,
     "lines of Python, data": 4553,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8937,
-    "lines of Python, extras": 1954,
+    "lines of Python, experiments": 8939,
+    "lines of Python, extras": 1952,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5028,
     "lines of Python, tests": 29740,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11485,
+    "lines of Python, the root": 11484,
     "lines of Python, verifiers": 3474,
 }
 

@@ -86,7 +86,8 @@ def gradients(policy: moe_model.Policy) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_computes_the_exported_adapter_and_its_gradients_alike(kind, tmp_path):
     """A random B also for experts, dense MLPs of a MoE, shared experts; rsLoRA in half of the families."""
-    hf, rslora = tiny_model(kind), kind in KINDS[::2]
+    hf = tiny_model(kind)
+    rslora = kind in KINDS[::2]
     policy = adapted(kind, hf, rslora=rslora)
     logprobs, *_ = policy(packed_batch())
     base, *_ = lora.Base(policy)(packed_batch())
@@ -111,7 +112,8 @@ def test_peft_computes_the_exported_adapter_and_its_gradients_alike(kind, tmp_pa
 def test_experts_with_adapters_are_a_loop_over_experts(rank):
     """Written without peft and grouped products; two experts have no row."""
     experts = adapted("moe", rank=rank, alpha=2.0).model.layers[0].mlp.experts
-    x, rows = torch.randn(32, 32, requires_grad=True), [2, 0, 1, 17, 3, 0, 4, 5]
+    rows = [2, 0, 1, 17, 3, 0, 4, 5]
+    x = torch.randn(sum(rows), 32, requires_grad=True)
     inputs = [x, *(matrix for name in lora.FUSED for matrix in lora.pair_of(experts, name))]
     expected = []
     for e, rows_of_expert in enumerate(x.split(rows)):

@@ -11,7 +11,7 @@ step has 8 prompts x 8 completions of at most 96 tokens, one update at a learnin
 of verifiers/instructions.py. These trainers take turns, in reverse order in every second round:
     dense     train_rl.py, SmolLM2-135M, two ranks with one thread each, micro-batches of the default size.
     moe       train_rl.py, the same model upcycled to 4 experts of which a token uses 2, model.ep_size=2.
-    moe_lora  moe with lora.rank=8 on attention and experts.
+    moe_lora  moe with lora.rank=8 on attention and experts; only if named.
     trl       TRL's GRPOTrainer on the dense model with transformers' generate: one process, two threads, four
               micro-batches of 16 completions; everything in float32.
     trl_bf16  the same with TRL's bf16=True: float32 weights, products in bfloat16.
@@ -61,6 +61,7 @@ from experiments.bench.common import (
 
 TRAINERS = ("dense", "moe", "moe_lora", "trl", "trl_bf16")
 TRL_TRAINERS = TRAINERS[3:]
+BESIDE_TRL = ("dense", "moe", *TRL_TRAINERS)
 NUM_PROMPTS = 8
 GROUP_SIZE = 8
 NUM_RANKS = 2
@@ -112,12 +113,11 @@ def product_flop(config, tokens: dict[str, int], products: int = 3) -> float:
     addition in each of three products: the forward pass and the gradients of inputs and of weights. Frozen
     weights have two; the products of adapters are left out.
 
-    tokens: {"computed": T, "predicted": N, "forward_computed": T', "forward_predicted": N'}, T' and N'
-    are 0 if absent.
+    tokens: {"computed": T, "predicted": N, "forward_computed": T', "forward_predicted": N'}; 0 if absent.
     """
     per_computed, per_predicted = parameter_uses(config)
-    computed = products * tokens["computed"] + tokens.get("forward_computed", 0)
-    predicted = products * tokens["predicted"] + tokens.get("forward_predicted", 0)
+    computed = products * tokens.get("computed", 0) + tokens.get("forward_computed", 0)
+    predicted = products * tokens.get("predicted", 0) + tokens.get("forward_predicted", 0)
     return 2 * (computed * per_computed + predicted * per_predicted)
 
 
@@ -324,12 +324,12 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     rows = [json.loads(line) for line in (scratch / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "score" in row]
     peak = json.loads((scratch / "run" / "summary.json").read_text())["peak_rss_bytes"]
-    config, products = load_config(model), 2 if trainer == "moe_lora" else 3
+    config = load_config(model)
+    products = 2 if trainer == "moe_lora" else 3
     figures = []
     for row, *of_ranks in zip(rows, *ranks, strict=True):
         generated = row["tokens_total"]
-        tokens = [{"computed": 0, "predicted": 0} | rank["tokens"] for rank in of_ranks]
-        flop = [product_flop(config, of_rank, products) for of_rank in tokens]
+        flop = [product_flop(config, rank["tokens"], products) for rank in of_ranks]
         measuring = of_ranks[0]["measuring"]  # the trainer's clock is rank 0's
         figures.append({
             "step": row["seconds_per_step"] - measuring,
@@ -504,7 +504,7 @@ def read_options() -> argparse.Namespace:
     parser = make_parser(__doc__, script=True)
     add = parser.add_argument
     add("--trl-python", type=Path, default=Path(sys.executable), help="Python interpreter with TRL installed")
-    add("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS, help="default: %(default)s")
+    add("--trainers", nargs="+", choices=TRAINERS, default=BESIDE_TRL, help="default: %(default)s")
     add("--repeats", type=int, default=3, help="rounds of all trainers (default: %(default)s)")
     add("--steps", type=int, default=3, help="measured steps per run (default: %(default)s)")
     add("--max-new-tokens", type=int, default=96, help="tokens of a completion (default: %(default)s)")

@@ -35,4 +35,5 @@ if __name__ == "__main__":
     for instance in sys.argv[1:]:
         prompts = (OUTPUT / instance / "train.jsonl").read_text().splitlines()
         for name, part in parts_of([json.loads(line) for line in prompts]).items():
-            (OUTPUT / instance / f"part_{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+            file = OUTPUT / instance / f"part_{name}.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in part))
