@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 from data import reasoning_gym as rows_of_tasks
 from experiments.bench.common import markdown, replace_text, torchrun, write_json
+from experiments.text_quality import read_rows
 from runtime.launch import leave, run
 from verifiers import reasoning_gym
 
@@ -67,8 +68,7 @@ def record_of(run_dir: Path) -> dict:
     """Return the figures of each task, from the sampled completions."""
     constants = json.loads((run_dir / "constants.json").read_text())
     groups: dict[str, dict[int, list[dict]]] = {task: {} for task in constants}
-    for line in (run_dir / "completions.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_rows(run_dir / "completions.jsonl"):
         if row["temperature"] > 0:
             task = json.loads(row["answer"])["task"]
             groups[task].setdefault(row["prompt_index"], []).append(row)
@@ -80,7 +80,6 @@ def record_of(run_dir: Path) -> dict:
             record[task] = {
                 "prompts": len(ties),
                 "pass_at_1": sum(row["reward"] == 1 for row in samples) / len(samples),
-                "mean_score": sum(row["reward"] for row in samples) / len(samples),
                 "constant": constant[:20],
                 "constant_frac": share,
                 "without_variance_frac": sum(ties) / len(ties),

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
 
-from batch import UNFINISHED, Completion, Group, Job, Prefix, Request, RolloutBatch
+from batch import UNFINISHED, Group, Job, Prefix, Request, RolloutBatch
 from extras.base import Extra, Launch
 from runtime.schedule import from_all_ranks
 
@@ -78,16 +78,13 @@ class Carry(Extra):
 
     def check_stages(self, configs: list) -> None:
         """Refuse settings of a later stage that do not fit completions which wait from an earlier stage."""
-        rollouts = [config.rollout for config in configs]
         if any(config.carry.share is None for config in configs):
-            raise ValueError(
-                "carry.share: a stage without it would drop waiting groups: set it in all stages"
-            )
+            raise ValueError("carry.share: a stage without it would drop waiting groups: set it in all")
         for name in ("rollout.temperature", "rollout.group_size", "algorithm.router_replay"):
             section, _, key = name.partition(".")
             if len({getattr(getattr(config, section), key) for config in configs}) > 1:
                 raise ValueError(f"carry.share: groups may wait for the next stage: set one {name} in all")
-        lengths = [rollout.max_new_tokens for rollout in rollouts]
+        lengths = [config.rollout.max_new_tokens for config in configs]
         if lengths != sorted(lengths):
             raise ValueError(
                 "carry.share: waiting completions may exceed a later, smaller rollout.max_new_tokens"
@@ -159,14 +156,17 @@ class Carry(Extra):
         }
 
     def after_rollout(self, run, batch: RolloutBatch, groups: list[Group]) -> None:
-        """Measure the ages of the trained tokens, in steps."""
+        """Measure the age of trained tokens in steps: of all, and by tenths of their length (_tenth_K)."""
         assert batch.policy_versions is not None, "the engine sets the versions of all completions"
-        ages = run.state.step - batch.policy_versions[batch.response_mask]
-        age = {"token_age_mean": (int(ages.sum()), len(ages))}
+        mask = batch.response_mask
+        ages = (run.state.step - batch.policy_versions) * mask
+        tenths = enumerate(mask.sum(dim=1).argsort(stable=True).tensor_split(10), 1)
+        parts = {"mean": slice(None)} | {f"tenth_{number}": rows for number, rows in tenths}
+        age = {f"token_age_{k}": (int(ages[i].sum()), int(mask[i].sum())) for k, i in parts.items()}
         batch.extras["carry"] = age | run.extras["carry"].metrics
 
     def metrics(self, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
-        """Return the mean age of the trained tokens, the groups that wait or are dropped, all new tokens."""
+        """Return the ages of the trained tokens, the groups that wait or are dropped, all new tokens."""
         return batch.extras["carry"]
 
     def rank_state(self, run) -> list[dict]:
@@ -186,8 +186,7 @@ def num_tokens(groups: Iterable[Group]) -> int:
 
 def unfinished_of(group: Group) -> list[int]:
     """List the numbers of the unfinished completions of a group."""
-    completions: list[Completion] = group.completions
-    return [i for i, completion in enumerate(completions) if completion.finish_reason == UNFINISHED]
+    return [i for i, completion in enumerate(group.completions) if completion.finish_reason == UNFINISHED]
 
 
 EXTRA = Carry()

@@ -258,8 +258,8 @@ class DraftsExtra(Extra):
         if not ids:
             return request
         versions = (Version(run.state.step, len(ids)),)
-        reason = "stop" if has_ended else None
-        return replace(request, prefix=Prefix(ids, beginning.logprobs.tolist(), versions, reason))
+        prefix = Prefix(ids, beginning.logprobs.tolist(), versions, "stop" if has_ended else None)
+        return replace(request, prefix=prefix)
 
     def keep(self, run, groups: list[Group]) -> None:
         """Take the completions of a round as the drafts of the next visit."""

@@ -22,6 +22,7 @@ import train_rl
 from batch import UNFINISHED, Group, RolloutBatch, collate
 from experiments.bench.carried import predicted_gain, seconds_of, trained_by_tenth
 from extras import base
+from extras.carry import Carried
 from runtime.checks import check_parity
 
 GROUP_SIZE, NUM_PROMPTS = 4, 6  # of a step
@@ -133,6 +134,22 @@ def test_all_tokens_of_a_step_are_counted_and_late_groups_dropped(late, max_age)
         run.state.step += 1
     assert len(seen) == len(set(seen)) == run.state.consumed_prompts - len(waiting) - num_dropped
     assert bool(num_dropped) == (late == "drop")
+
+
+def test_ages_by_tenths_of_the_lengths():
+    """Twenty completions of 1 to 20 tokens, of which those with 11 and more began a step earlier."""
+    run = make_carrying_run(0.5)
+    run.state.step = 7
+    run.extras["carry"] = Carried()
+    lengths = torch.randperm(20, generator=torch.Generator().manual_seed(0)) + 1
+    batch = RolloutBatch.__new__(RolloutBatch)
+    batch.response_mask = torch.arange(20) < lengths[:, None]
+    batch.policy_versions = torch.where((lengths > 10)[:, None] & (torch.arange(20) < 10), 6, 7)
+    batch.extras = {}
+    base.load("carry").after_rollout(run, batch, [])
+    ages = batch.extras["carry"]
+    assert ages["token_age_mean"] == (100, 210)
+    assert [ages[f"token_age_tenth_{k}"] for k in (1, 5, 6, 10)] == [(0, 3), (0, 19), (20, 23), (20, 39)]
 
 
 @pytest.mark.parametrize(

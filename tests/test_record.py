@@ -183,6 +183,19 @@ def test_settings_that_no_entry_may_have(settings, runs, monkeypatch):
     assert record.broken_rules(flat_settings(config.model_dump(mode="json", exclude_defaults=True))) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "num"),
+    [({}, 0), ({"token_cost": 0.1}, 1), ({"token_cost": 0.25}, 0), ({"token_cost": 1.0, "topk": 8}, 0)],
+)
+def test_verified_tokens_have_a_price(settings, num, runs, monkeypatch):
+    read_runs = read(runs, monkeypatch)
+    read_runs[4].record["settings"] = {f"drafts.{name}": value for name, value in settings.items()}
+    assert record.problems_of(read_runs, None) == [], "no drafts"
+    read_runs[4].record["settings"]["drafts.form"] = "residual"
+    problems = record.problems_of(read_runs, None)
+    assert len(problems) == (num or not settings) and all("drafts.token_cost" in p for p in problems)
+
+
 def test_offline_scores_of_another_model_do_not_enter_the_file(runs, monkeypatch):
     read_runs = read(runs, monkeypatch)
     scores = runs / "scores.jsonl"

@@ -7,10 +7,10 @@ The first run waits. From its lengths and seconds the gains are predicted before
 rollouts of groups with these lengths are simulated, and a rollout takes a x (steps of the engine) + b x
 (tokens) seconds, with a and b fitted to the first run. Measured: groups trained per second of rollout. The
 second table has, for tenths of the prompts that the waiting run sampled, by length and by pass rate, the
-share that the other runs have trained on after as many steps: even over the tenths if none starves.
+share that the other runs have trained on after as many steps: even over the tenths if none starves. Its last
+row has the age of the trained tokens, in steps, by tenths of the lengths of a step.
 """
 
-import json
 import math
 import shutil
 import statistics
@@ -25,6 +25,7 @@ import torch
 from scipy.optimize import nnls
 
 from experiments.bench.common import ROOT, make_parser, markdown, spread, torchrun, with_range, write_results
+from experiments.text_quality import read_rows
 
 RULES = {"wait": (), "carry": (), "drop": ("carry.late=drop", "carry.max_age=1")}
 WARMUP_STEPS = 2
@@ -85,14 +86,13 @@ def run_once(folder: Path, num_steps: int, settings: list[str]) -> list[dict]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"the run failed:\n{done.stderr[-3000:]}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(folder / "metrics.jsonl")
 
 
 def groups_of(folder: Path) -> list[list[int]]:
     """Return the lengths of each group in samples.jsonl, which has one group of every step."""
     groups: dict[int, list[int]] = {}
-    for line in (folder / "samples.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_rows(folder / "samples.jsonl"):
         groups.setdefault(row["step"], []).append(row["num_tokens"])
     return list(groups.values())
 
@@ -118,15 +118,10 @@ def table_lines(data: dict) -> list[str]:
     rates = [
         [name, with_range(rate, ".2f"), *gains.get(name, ["", ""])] for name, rate in data["rates"].items()
     ]
-    shares = [
-        [f"{rule}, {key}", *(f"{share:.2f}" for share in of_tenths)]
-        for rule, by_key in data["trained"].items()
-        for key, of_tenths in by_key.items()
-    ]
+    tenths = [[name, *(f"{value:.2f}" for value in values)] for name, values in data["tenths"].items()]
     header = ["late groups", "groups trained per second of rollout", "gain, predicted", "gain"]
-    return [
-        *markdown(header, rates), "", *markdown(["share trained, by tenth", *map(str, range(1, 11))], shares)
-    ]  # fmt: skip
+    tenths_header = ["share trained, by tenth", *map(str, range(1, 11))]
+    return [*markdown(header, rates), "", *markdown(tenths_header, tenths)]
 
 
 def main() -> None:
@@ -149,19 +144,26 @@ def main() -> None:
             rates[name].append(sum(num_groups) / sum(row["seconds/rollout"] for row in rows))
             (record,) = (scratch / name / "checkpoints").glob(f"*{args.steps:06d}/history.pt")
             histories[name] = torch.load(record, weights_only=True)
+            if name == "carry":
+                ages = [statistics.fmean(row[f"token_age_tenth_{k}"] for row in rows) for k in range(1, 11)]
             if not number and name == "wait":
                 size = round(statistics.fmean(num_groups))
                 conditions = (groups_of(scratch / name), size, args.share, 2, seconds_of(rows))
                 predicted = {rule: predicted_gain(*conditions, rule == "drop") for rule in ("carry", "drop")}
                 print(f"predicted gain in trained groups per second: {predicted}", flush=True)
     shutil.rmtree(scratch)
+    tenths = {
+        f"{rule}, {key}": shares
+        for rule in predicted
+        for key, shares in trained_by_tenth(histories["wait"], histories[rule]).items()
+    }
     data = {
         "predicted": predicted,
         "rates": {name: spread(values) for name, values in rates.items()},
         "gains": {
             name: spread([own / wait for own, wait in zip(rates[name], rates["wait"])]) for name in predicted
         },
-        "trained": {name: trained_by_tenth(histories["wait"], histories[name]) for name in predicted},
+        "tenths": tenths | {"carry, age by length": ages},
     }
     print("\n".join(table_lines(data)))
     write_results(args.json, data)

@@ -113,9 +113,7 @@ def pip(folder: Path, *arguments: str) -> None:
     command = [sys.executable, "-m", "pip", *arguments, "-q", "--no-deps"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
-            "no reason given"
-        ]
+        errors = ["no reason given", *(x for x in done.stderr.splitlines() if x.startswith("ERROR"))]
         raise ValueError(f"pip has no wheel for {folder.name}: {errors[-1][:300]}")
 
 
