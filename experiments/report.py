@@ -101,7 +101,7 @@ RECORDED = (  # patterns of the optional training metrics that a record keeps
     "clip_eps", "grad_norm", "clipped/update_*", "entropy/entropy_group_*", "clipped/entropy_group_*",
     "cut_at_limit_frac", "distinct_frac", "draft_*", "rollout_bubble", "seconds/*", "lora/*",
     "zero_variance/*", "account/prompts_skipped", "account/prompts_stopped", "regime/*", "teacher_*",
-    "account/teacher_tokens_total", "masked", "part/*", "turns", "tool_*", "token_age_mean",
+    "account/teacher_tokens_total", "masked", "part/*", "turns", "tool_*", "token_age_mean", "carr*",
 )  # fmt: skip
 SMOOTHING_STEPS = 10  # width of moving sums and means
 TRAINING = "train/"  # prefix of a metric of the training steps in --metric
