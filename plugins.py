@@ -200,14 +200,15 @@ ONE_RANK = Collectives(
 
 
 SUFFIXES = ("p99", "hist", "max", "total")  # of metrics that reduce_metrics() does not average
+PREFIXES = ("mismatch_", "token_age_")
 OUR_METRICS = """
     abs_dlogp abs_log_ratio completion_seconds completion_tokens cut_at_context_frac cut_at_limit_frac
     cut_at_turns_frac distinct_frac entropy entropy_group generated_tokens grad_norm invalid_routes_frac
     inversion_frac learning_rate length_error length_known_frac max_vio max_vio_ranks mismatch padding_frac
     ref_kl_k3 reward reward_latency rollout_bubble rollout_tail_frac score seconds_per_step skew_negative
-    skew_positive stage step straggler_rank straggler_seconds sync_bytes sync_tensors token_age_mean
-    tool_calls carried_groups carry_dropped draft_accepted_frac draft_tail draft_whole_frac
-    tool_errors_frac tool_tokens turns update_tokens zero_variance_frac
+    skew_positive stage step straggler_rank straggler_seconds sync_bytes sync_tensors tool_calls
+    carried_groups carry_dropped draft_accepted_frac draft_tail draft_whole_frac tool_errors_frac tool_tokens
+    turns update_tokens zero_variance_frac
 """.split()  # docs/metrics.md, except ratio, clipped, clip_eps and masked, which a plug-in may replace
 REPLACEABLE = ("ratio", "clipped", "clip_eps", "masked")  # by a gain
 OUR_GROUPS = "account clip_eps clipped eval judge part seconds verdict zero_variance".split()
@@ -243,7 +244,7 @@ def describe(value: object) -> str:
 def is_reserved(name: str) -> bool:
     """Tell whether a plug-in's statistic would replace a metric of ours, or be reduced like another kind."""
     group, slash, _ = name.partition("/")
-    is_ours = group in OUR_METRICS or group.startswith("mismatch_") or bool(slash) and group in OUR_GROUPS
+    is_ours = group in OUR_METRICS or group.startswith(PREFIXES) or bool(slash) and group in OUR_GROUPS
     is_ours |= group.partition("_")[0] in SECTIONS
     return is_ours or name.rpartition("_")[2] in SUFFIXES
 

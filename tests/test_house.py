@@ -320,8 +320,8 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, runtime": 5028,
     "lines of Python, tests": 29740,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11484,
-    "lines of Python, verifiers": 3474,
+    "lines of Python, the root": 11485,
+    "lines of Python, verifiers": 3473,
 }
 
 

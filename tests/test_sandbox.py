@@ -355,6 +355,36 @@ run_program("while True: pass", "", Limits(wall_s=3000), {isolation!r})
     )  # the empty folder of the killed worker remains
 
 
+def test_a_program_does_not_start_after_its_sandbox_was_killed(tmp_path):
+    """The sandbox dies between the fork and the child's PR_SET_PDEATHSIG, which then has no effect."""
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from verifiers import sandbox_inside as inside
+parent, confine = os.getpid(), inside.confine
+
+def late(*arguments):
+    os.kill(parent, 9)
+    while os.getppid() == parent:
+        pass
+    open("child", "w").write(str(os.getpid()))
+    confine(*arguments)
+
+inside.confine = late
+inside.main()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdin=subprocess.PIPE)
+    limits = f"{8 << 30} {1 << 20} 0 64 0".encode()
+    fields = (limits, sandbox.system_call_filter(), b"", b"", b"open('ran', 'w'); print('ran')", b"", b"", b"60")
+    process.communicate(b"".join(len(field).to_bytes(4, "big") + field for field in fields))
+    file = tmp_path / "child"
+    assert wait_until(lambda: file.is_file() and file.read_text())
+    child = int(file.read_text())
+    programs = [process for process in psutil.process_iter() if process.pid == child]
+    assert wait_until(lambda: not any(map(is_running, programs)))
+    assert not (tmp_path / "ran").exists()
+
+
 # ---- a machine without bubblewrap --------------------------------------------------------------------------
 
 

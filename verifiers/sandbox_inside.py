@@ -50,6 +50,7 @@ def send(*fields: bytes) -> None:
 
 def main() -> None:
     """Answer every request (stdin, expression, seconds) with (exit status, reason, stdout, stderr, value)."""
+    own_pid = os.getpid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, SIGKILL)  # PR_SET_PDEATHSIG: die together with the caller
     libc.signal(SIGINT, 1)  # SIG_IGN; process 1 of a namespace ignores all other signals by default
@@ -74,16 +75,14 @@ def main() -> None:
         child = os.fork()
         if not child:
             confine(libc, pipes, memory, output, threads, files, uid, float(seconds), bpf)
+            if os.getppid() != own_pid:  # killed since the fork, too early for PR_SET_PDEATHSIG
+                os._exit(1)
             run_and_exit(source, expression)
         exit_status, reason = wait_for(child, float(seconds))
         sizes = [os.fstat(pipe).st_size for pipe in pipes]
         reason = "output" if not reason and max(sizes[1:]) >= output else reason
         start = max(0, sizes[2] - STDERR_BYTES)
-        texts = [
-            os.pread(pipes[1], output, 0),
-            os.pread(pipes[2], output, start),
-            os.pread(pipes[3], output, 0),
-        ]
+        texts = [os.pread(pipe, output, first) for pipe, first in zip(pipes[1:], (0, start, 0))]
         for pipe in pipes:
             os.close(pipe)
         send(b"%d" % exit_status, reason.encode(), *texts)
