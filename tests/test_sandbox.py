@@ -374,8 +374,9 @@ inside.confine = late
 inside.main()
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdin=subprocess.PIPE)
+    program = b"open('ran', 'w')"
     limits = f"{8 << 30} {1 << 20} 0 64 0".encode()
-    fields = (limits, sandbox.system_call_filter(), b"", b"", b"open('ran', 'w'); print('ran')", b"", b"", b"60")
+    fields = (limits, sandbox.system_call_filter(), b"", b"", program, b"", b"", b"60")
     process.communicate(b"".join(len(field).to_bytes(4, "big") + field for field in fields))
     file = tmp_path / "child"
     assert wait_until(lambda: file.is_file() and file.read_text())
