@@ -200,7 +200,7 @@ ONE_RANK = Collectives(
 
 
 SUFFIXES = ("p99", "hist", "max", "total")  # of metrics that reduce_metrics() does not average
-PREFIXES = ("mismatch_", "token_age_")
+PREFIXES = ("mismatch_", "token_age_")  # of our metrics
 OUR_METRICS = """
     abs_dlogp abs_log_ratio completion_seconds completion_tokens cut_at_context_frac cut_at_limit_frac
     cut_at_turns_frac distinct_frac entropy entropy_group generated_tokens grad_norm invalid_routes_frac

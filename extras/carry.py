@@ -160,10 +160,12 @@ class Carry(Extra):
         assert batch.policy_versions is not None, "the engine sets the versions of all completions"
         mask = batch.response_mask
         ages = (run.state.step - batch.policy_versions) * mask
-        tenths = enumerate(mask.sum(dim=1).argsort(stable=True).tensor_split(10), 1)
-        parts = {"mean": slice(None)} | {f"tenth_{number}": rows for number, rows in tenths}
-        age = {f"token_age_{k}": (int(ages[i].sum()), int(mask[i].sum())) for k, i in parts.items()}
-        batch.extras["carry"] = age | run.extras["carry"].metrics
+        by_length = mask.sum(dim=1).argsort(stable=True)
+        parts = {"mean": by_length}
+        parts |= {f"tenth_{number}": rows for number, rows in enumerate(by_length.tensor_split(10), 1)}
+        batch.extras["carry"] = dict(run.extras["carry"].metrics)
+        for name, rows in parts.items():
+            batch.extras["carry"][f"token_age_{name}"] = (int(ages[rows].sum()), int(mask[rows].sum()))
 
     def metrics(self, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
         """Return the ages of the trained tokens, the groups that wait or are dropped, all new tokens."""

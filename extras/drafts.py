@@ -65,7 +65,8 @@ class Tokens(NamedTuple):
         num = len(ids)
         topk_ids = torch.zeros(num, 0, dtype=torch.int32) if topk_ids is None else topk_ids[:num]
         topk_logprobs = torch.zeros(num, 0) if topk_logprobs is None else topk_logprobs[:num]
-        return cls(torch.tensor(ids, dtype=torch.int32), float32(logprobs), topk_ids, topk_logprobs)
+        values = torch.tensor(logprobs, dtype=torch.float32)
+        return cls(torch.tensor(ids, dtype=torch.int32), values, topk_ids, topk_logprobs)
 
 
 @dataclass
@@ -99,11 +100,6 @@ class Drafts:
             if (draft := self.cache.pop((prompt, sample), None)) is not None:
                 parcels[rank].append((slot, sample, draft))
         return {(slot, sample): draft for slot, sample, draft in exchange(parcels)}
-
-
-def float32(values: list[float]) -> Tensor:
-    """Return log-probabilities of the engine, which are float32, without loss."""
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def begin(draft: Tokens, today: Tokens, form: str, lenience: float, random: Random) -> tuple[int, Tokens]:
@@ -157,7 +153,7 @@ def score_drafts(engine, drafts: list[tuple[list[int], Tokens]], topk: int) -> l
         for output in engine.step():
             _, draft = drafts[int(output.request_id)]
             flat = output.prompt_logprobs  # of each token but the first: the token itself, then the likeliest
-            table = float32(flat.logprobs).view(-1, 1 + topk)[-len(draft.ids) :]
+            table = torch.tensor(flat.logprobs, dtype=torch.float32).view(-1, 1 + topk)[-len(draft.ids) :]
             ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, 1 + topk)[-len(draft.ids) :]
             columns = (table[:, 0], ids[:, 1:], table[:, 1:])
             scored[int(output.request_id)] = Tokens(draft.ids, *(column.clone() for column in columns))

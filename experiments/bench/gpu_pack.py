@@ -113,8 +113,9 @@ def pip(folder: Path, *arguments: str) -> None:
     command = [sys.executable, "-m", "pip", *arguments, "-q", "--no-deps"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
     if done.returncode:
-        errors = ["no reason given", *(x for x in done.stderr.splitlines() if x.startswith("ERROR"))]
-        raise ValueError(f"pip has no wheel for {folder.name}: {errors[-1][:300]}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        reason = errors[-1][:300] if errors else "no reason given"
+        raise ValueError(f"pip has no wheel for {folder.name}: {reason}")
 
 
 def collect(out: Path, members: list[str]) -> Path:

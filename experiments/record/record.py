@@ -45,7 +45,7 @@ FIRST_HOLDER = "online"  # runs if records.json has no entry yet
 TARGET = 0.75
 BUDGET = 200_000  # generated tokens, with the offline scoring
 MIN_SPACING = 5_000  # generated tokens between counted evaluations; five steps of plain GRPO have 5,600
-VERIFIED = 0.25  # least price of a verified token of a draft, in generated tokens
+VERIFIED_COST = 0.25  # least price of a verified token of a draft, in generated tokens
 SEEDS = range(10)
 LEVEL = 0.01
 METRIC = "avg_at_8"
@@ -168,9 +168,10 @@ def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
     missing = set(SEEDS) - {one.record["seed"] for one in runs}
     if missing:
         problems.append(f"seeds {', '.join(map(str, sorted(missing)))} are missing; repeat the command")
-    prices = [s.get("drafts.token_cost", 0) for one in runs if "drafts.form" in (s := one.record["settings"])]
-    if min(prices, default=1) < VERIFIED:
-        problems.append(f"drafts.token_cost is below {VERIFIED}, the least price of a verified token")
+    drafting = [one.record["settings"] for one in runs if "drafts.form" in one.record["settings"]]
+    prices = [settings_of_run.get("drafts.token_cost", 0) for settings_of_run in drafting]
+    if min(prices, default=1) < VERIFIED_COST:
+        problems.append(f"drafts.token_cost is below {VERIFIED_COST}, the least price of a verified token")
     versions = [one.record["versions"] for one in runs]
     earlier = [launch for v in versions for launch in v.get("earlier", [])]
     commits = {one.record["commit"] for one in runs} | {launch.get("commit") for launch in earlier}
