@@ -251,14 +251,24 @@ def all_figures(rows: list[dict], seed: int) -> dict:
 
 
 def best_constants(rows_of_task: dict[str, list[dict]]) -> dict[str, float]:
-    """Return the share of rows that the best constant answer solves, of each task of kind reasoning_gym."""
+    """Return the share of rows that the best constant answer solves, of each task of kind reasoning_gym.
+
+    Rows whose verifier raises on their own reference answer are left out.
+    """
     from data.reasoning_gym import best_constant
+    from verifiers import reasoning_gym
 
     shares = {}
     for task, rows in sorted(rows_of_task.items()):
-        gym = [row for row in rows if row["kind"] == "reasoning_gym" and row["status"] != "error"]
-        with contextlib.suppress(ValueError):  # a bad row, whose completion has no answer to compare
-            shares |= {task: best_constant(gym)[1]} if gym else {}
+        usable = []
+        for row in rows:
+            with contextlib.suppress(Exception):  # of any type, because the row may hold anything
+                if row["kind"] == "reasoning_gym":
+                    answer = row["answer"]
+                    reasoning_gym.score(reasoning_gym.read_row(answer), reasoning_gym.reference_of(answer))
+                    usable.append(row)
+        if usable:
+            shares[task] = best_constant(usable)[1]
     return shares
 
 
@@ -350,13 +360,14 @@ def load_tasks(settings, tokenizer, seed: int) -> tuple[list[Task], list[str]]:
         for place, (prompt, ids) in enumerate(zip(prompts, prompt_ids)):
             tasks.append(Task(len(tasks), place, prompt, ids))
     kinds = [source.kind for source in settings.data.eval if source.kind]
-    check_functions([*kinds, *functions], verifier_rows(tasks), settings.reward)
+    check_functions([*kinds, *functions], [row[:3] for row in verifier_rows(tasks)], settings.reward)
     return tasks, loaded.notes
 
 
-def verifier_rows(tasks: list[Task]) -> list[tuple[str, str, dict]]:
-    """Return (kind, answer, fields) of each task, the arguments of a verifier."""
-    return [(task.prompt.kind, task.prompt.answer, task.prompt.fields) for task in tasks]
+def verifier_rows(tasks: list[Task]) -> list[tuple[str, str, dict, str]]:
+    """Return (kind, answer, fields, prefix of the completion) of each task, the arguments of a verifier."""
+    prompts = [task.prompt for task in tasks]
+    return [(prompt.kind, prompt.answer, prompt.fields, prompt.prefix) for prompt in prompts]
 
 
 def sample(engine, pool, interaction, tokenizer, tasks: list[Task], args, settings, progress) -> list[dict]:

@@ -5,6 +5,7 @@
 Each task is made at its lowest level. The prompt ends with "Answer:"; 8 prompts a task, 4 samples a prompt,
 temperature 0.7, at most 14 tokens, one line. Writes rows.jsonl, completions.jsonl and record.json to the
 folder; a repeated command resumes after the last of them. Prompts above --max-prompt-tokens are left out.
+Another model or limit is sampled anew.
 """
 
 import argparse
@@ -20,6 +21,7 @@ if __name__ == "__main__":
 from data import reasoning_gym as rows_of_tasks
 from experiments.bench.common import markdown, replace_text, torchrun, write_json
 from experiments.text_quality import read_rows
+from runtime.checkpoint import digest_of_weights
 from runtime.launch import leave, run
 from verifiers import reasoning_gym
 
@@ -120,8 +122,11 @@ def main(args: argparse.Namespace) -> None:
     args.run_dir.mkdir(parents=True, exist_ok=True)
     if not (args.run_dir / "rows.jsonl").is_file():
         make_rows(args.run_dir)
-    if not (args.run_dir / "completions.jsonl").is_file():
+    made = {"weights": digest_of_weights(args.model), "max_prompt_tokens": args.max_prompt_tokens}
+    made_by = args.run_dir / "made_by.json"
+    if not made_by.is_file() or json.loads(made_by.read_text()) != made:
         complete(args.run_dir, args.model, args.max_prompt_tokens)
+        write_json(made_by, made)
     record = record_of(args.run_dir)
     write_json(args.run_dir / "record.json", record)
     print("\n".join(table_lines(record)))

@@ -25,6 +25,7 @@ record.json with everything that the report shows. --collect prints the tables o
 """
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -41,7 +42,7 @@ import yaml
 
 from data import smollm2
 from experiments.bench.common import markdown, mean_with_range, replace_text, torchrun, write_json
-from experiments.evaluate import TRAINED_WITH, best_constants, samples_page
+from experiments.evaluate import best_constants, samples_page
 from experiments.text_quality import LABELS, read_rows, text_quality
 from runtime.launch import leave, run
 from runtime.memory import free_memory
@@ -60,6 +61,7 @@ CONFIG = "experiments/environments/real_{}.yaml"
 NUM_RANKS = 2
 DISK_BYTES = 16e9  # models 2 GB, export 1.5 GB, checkpoints of 6 GB each, of which two exist for a moment
 MEMORY_BYTES = 16e9  # below, training is refused; it has taken 20 GB
+OF_TRAINING = ("data.train", "data.eval", "rollout.capture_routes", "rollout.sleep_level")
 NUM_TEXTS = 5  # texts of the report, where rows have no tasks
 NUM_WRITTEN = 32  # instructions that a model of tasks answers, to measure its texts
 NUM_MEASURED = 128  # answers to tasks whose perplexity is measured
@@ -135,32 +137,44 @@ def make_prompts(job: str) -> None:
 
 
 def complete(model: Path, completions: Path, *options) -> None:
-    """Complete held-out prompts in the data types of the run that owns the file."""
-    rollout = yaml.safe_load((completions.parent / "config.yaml").read_text())["rollout"]
-    versions = json.loads((completions.parent / "versions.json").read_text())
-    call(
-        *torchrun(NUM_RANKS), ROOT / "experiments" / "evaluate.py", "--model", model, "--no-trainer-logprobs",
-        "--dtype", versions.get("rollout_dtype", rollout["dtype"]), "--kv-cache-gib", rollout["kv_cache_gib"],
-        "--completions", completions, *options,
-    )  # fmt: skip
+    """Complete prompts with all ranks; the options are those of evaluate.py."""
+    evaluator = [*torchrun(NUM_RANKS), ROOT / "experiments" / "evaluate.py"]
+    call(*evaluator, "--model", model, "--no-trainer-logprobs", "--completions", completions, *options)
+
+
+def options_of(run_dir: Path) -> list[str]:
+    """Return the options with which evaluate.py evaluates a model as the run itself does."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    versions = json.loads((run_dir / "versions.json").read_text())
+    sets = config["data"]["eval"]
+    if not sets:
+        raise ValueError(f"{run_dir}: data.eval names no held-out set: repeat the command with one")
+    rollout = config["rollout"]
+    rollout["dtype"] = versions.get("rollout_dtype", rollout["dtype"])
+    rollout["max_new_tokens"] = config["eval"]["max_new_tokens"] or rollout["max_new_tokens"]
+    settings = [
+        f"{section}.{name}={json.dumps(value)}" for section in ("data", "rollout", "reward")
+        for name, value in config[section].items() if f"{section}.{name}" not in OF_TRAINING
+    ]  # fmt: skip
+    numbers = ["--samples", str(config["eval"]["num_samples"]), "--seed", str(config["train"]["seed"])]
+    return ["--data", *map(json.dumps, sets), *numbers, *settings]
+
+
+def is_evaluated(model: Path, run_dir: Path, when: str) -> bool:
+    """Tell whether a model as it is was evaluated by the settings that the run has now."""
+    options = run_dir / f"{when}_options.json"
+    return is_newer(options, model / "config.json") and json.loads(options.read_text()) == options_of(run_dir)
 
 
 def evaluate(model: Path, run_dir: Path, when: str) -> None:
     """Complete the held-out prompts of a run as its own evaluations do; after tasks, also texts."""
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    data, rollout = config["data"], config["rollout"]
-    if data["chat"] != "always":
-        few = ["--limit", NUM_WRITTEN, "--samples", 0, "--max-new-tokens", 112]
-        texts = run_dir / f"{when}_texts.jsonl"
-        complete(model, texts, "--data", PROMPTS / "test.jsonl", "--chat", "always", *few)
-    names = [name.split(".") for name in TRAINED_WITH if name != "data.chat"]
-    settings = {f"{section}.{key}": config[section][key] for section, key in names}
-    complete(
-        model, run_dir / f"{when}_completions.jsonl", "--data", json.dumps(data["eval"][0]), "--chat",
-        data["chat"], "--samples", config["eval"]["num_samples"], "--temperature", rollout["temperature"],
-        "--max-new-tokens", config["eval"]["max_new_tokens"] or rollout["max_new_tokens"],
-        *(f"{name}={json.dumps(value)}" for name, value in settings.items()),
-    )  # fmt: skip
+    options = options_of(run_dir)
+    if 'data.chat="always"' not in options:
+        few = ["--limit", NUM_WRITTEN, "--samples", 0, "--max-new-tokens", 112, "--chat", "always"]
+        engine = [word for word in options if word.startswith(("rollout.dtype=", "rollout.kv_cache_gib="))]
+        complete(model, run_dir / f"{when}_texts.jsonl", "--data", PROMPTS / "test.jsonl", *few, *engine)
+    complete(model, run_dir / f"{when}_completions.jsonl", *options)
+    write_json(run_dir / f"{when}_options.json", options)
 
 
 def measure_quality(run_dir: Path) -> None:
@@ -272,8 +286,9 @@ def table_lines(data: dict | list[dict]) -> list[str]:
             [record["summary"].get(f"{name}_{when}", record["quality"][when].get(name)) for record in records]
             for when in ("before", "after")
         ]
-        if pairs[0][0] is not None:
-            rows.append([label, *map(mean_with_range, pairs)])
+        known = [[value for value in values if value is not None] for values in pairs]
+        if any(known):  # very short texts have no 4-grams, empty ones no perplexity
+            rows.append([label, *(mean_with_range(values) if values else "" for values in known)])
     if constants := summaries[0].get("best_constant_by_task"):
         share = sum(constants.get(task, 0.0) * num for task, num in records[0]["num_by_task"].items())
         rows.insert(2, ["best constant answer of each task", f"{share / records[0]['num_prompts']:.3g}", ""])
@@ -329,9 +344,12 @@ def report_text(data: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_results(run_dir: Path, phases: Phases) -> None:
+def write_results(run_dir: Path, phases: Phases, settings: list[str]) -> None:
     """Write report.md, texts.html and record.json, and add this script's figures to summary.json."""
-    data = record_of(run_dir)
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    own = ("train.seed=", "run.dir=")
+    data = {"seed": config["train"]["seed"], "settings": [s for s in settings if not s.startswith(own)]}
+    data |= record_of(run_dir)
     others = {name: seconds for name, seconds in phases.seconds.items() if name != "train"}
     data["summary"]["seconds_by_phase"] |= others
     write_json(run_dir / "summary.json", data["summary"])
@@ -344,8 +362,16 @@ def write_results(run_dir: Path, phases: Phases) -> None:
 
 
 def collect(run_dirs: list[Path], file: Path | None) -> None:
-    """Print the tables of several runs, and write their records to a file, texts of the first run only."""
+    """Print the tables of several seeds, and write their records to a file, texts of the first run only."""
     records = [json.loads((run_dir / "record.json").read_text()) for run_dir in run_dirs]
+    if len({record["seed"] for record in records}) < len(records):
+        raise ValueError("--collect: two of the runs have the same train.seed")
+    for run_dir, record in zip(run_dirs, records):
+        alike = [
+            (r["settings"], r["summary"]["num_steps"], r["versions"]["data"]) for r in (record, records[0])
+        ]
+        if alike[0] != alike[1]:
+            raise ValueError(f"--collect: {run_dir} has other settings, steps or prompts than {run_dirs[0]}")
     records = [record | ({"texts": []} if number else {}) for number, record in enumerate(records)]
     print("\n".join([*table_lines(records), "", *task_lines(records)]))
     write_json(file, records)
@@ -390,14 +416,13 @@ def main(args: argparse.Namespace) -> None:
     config = ROOT / CONFIG.format(args.job)
     train = [*torchrun(NUM_RANKS), ROOT / "train_rl.py", "--config", config, *args.settings]
     phases.run("train", False, lambda: call(*train))
-    before = run_dir / "before_completions.jsonl"
-    after = run_dir / "after_completions.jsonl"
-    export = run_dir / "model"
-    phases.run("evaluate before", before.is_file(), lambda: evaluate(MOE, run_dir, "before"))
-    is_done = is_newer(after, export / "config.json")
-    phases.run("evaluate after", is_done, lambda: evaluate(export, run_dir, "after"))
-    phases.run("quality", is_newer(run_dir / "quality.json", after), lambda: measure_quality(run_dir))
-    write_results(run_dir, phases)
+    for when, model in (("before", MOE), ("after", run_dir / "model")):
+        work = functools.partial(evaluate, model, run_dir, when)
+        phases.run(f"evaluate {when}", is_evaluated(model, run_dir, when), work)
+    options = [run_dir / f"{when}_options.json" for when in ("before", "after")]
+    is_done = all(is_newer(run_dir / "quality.json", file) for file in options)
+    phases.run("quality", is_done, lambda: measure_quality(run_dir))
+    write_results(run_dir, phases, args.settings)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -407,7 +432,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--job", choices=list(MINUTES), default="tasks", help="what is learned (default: %(default)s)")
     add("--wheel", type=Path, help="downloaded package, in place of a download by pip")
-    add("--collect", type=Path, nargs="+", metavar="RUN_DIR", help="only print the tables of finished runs")
+    add("--collect", type=Path, nargs="+", metavar="RUN_DIR", help="only print the tables of several seeds")
     add("--json", type=Path, help="with --collect: file for their records")
     add("settings", nargs="*", help="settings of train_rl.py, for example train.num_steps=60")
     args = parser.parse_args(argv)

@@ -80,7 +80,9 @@ class Carry(Extra):
         """Refuse settings of a later stage that do not fit completions which wait from an earlier stage."""
         if any(config.carry.share is None for config in configs):
             raise ValueError("carry.share: a stage without it would drop waiting groups: set it in all")
-        for name in ("rollout.temperature", "rollout.group_size", "algorithm.router_replay"):
+        for name in (
+            "rollout.temperature", "rollout.group_size", "algorithm.router_replay", "teacher.scores"
+        ):  # fmt: skip
             section, _, key = name.partition(".")
             if len({getattr(getattr(config, section), key) for config in configs}) > 1:
                 raise ValueError(f"carry.share: groups may wait for the next stage: set one {name} in all")
@@ -97,6 +99,7 @@ class Carry(Extra):
     def jobs(self, run) -> list[Job]:
         """Return the waiting groups of all ranks as jobs, oldest first. Collective."""
         carried = run.extras["carry"]
+        run.engine.previous_rollout = (0, 0)  # which no checkpoint holds, and which decides who starts when
         local = [(w.age, w.group.prompt_index, unfinished_of(w.group)) for w in carried.waiting]
         entries = [
             (*entry, rank, i)
@@ -127,6 +130,8 @@ class Carry(Extra):
             if group.slot in ages:
                 ahead = ages[group.slot] * request.max_new_tokens
                 request = replace(request, latency_tokens=request.latency_tokens + ahead)
+                if request.guessed:  # scouts of new groups would start before it
+                    request = replace(request, guessed=False, expected_tokens=request.max_new_tokens)
                 if (completion := group.completions[sample]).token_ids:
                     ids, logprobs, versions = completion.token_ids, completion.logprobs, completion.versions
                     request = replace(request, prefix=Prefix(ids, logprobs, versions))
@@ -149,9 +154,14 @@ class Carry(Extra):
         carried = run.extras["carry"]
         late = [Waiting(g, carried.ages.get(g.slot, 0) + 1) for g in groups if not g.is_finished]
         carried.waiting = [w for w in late if carry.late == "finish" or w.age < carry.max_age]
+        dropped = [w.group for w in late if carry.late == "drop" and w.age >= carry.max_age]
+        for waiting in carried.waiting:  # the seconds of another rollout
+            group = waiting.group
+            group.completions = [replace(c, seconds=math.nan) for c in group.completions]
         carried.metrics = {
             "carried_groups": (sum(from_all_ranks(len(carried.waiting))), 1),
-            "carry_dropped_total": (len(late) - len(carried.waiting), 1),
+            "carry_dropped_total": (len(dropped), 1),
+            "account/wasted_late_tokens_total": (num_tokens(dropped), 1),
             "tokens_total": (num_tokens(groups) - carried.known_tokens, 1),
         }
 

@@ -29,6 +29,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from random import Random
 from typing import Any, NamedTuple
 
@@ -71,11 +72,12 @@ class Tokens(NamedTuple):
 
 @dataclass
 class Draft:
-    """The completion of a prompt's last visit."""
+    """The completion of a prompt's last visit, in an earlier step."""
 
     prompt: int  # digest of the prompt's token ids
     tokens: Tokens  # by the policy that each token counts as sampled by
     has_ended: bool  # with an end-of-sequence token
+    slot: int  # of the group in its step
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Drafts:
 
     vocab_size: int
     cache: dict[tuple[int, int], Draft] = field(default_factory=dict)  # by prompt and sample, of this rank
+    fresh: dict[tuple[int, int], Draft] = field(default_factory=dict)  # of this step, whose policy is today's
     # accepted tokens and tokens that begin each completion of a round, by slot and sample
     begun: dict[tuple[int, int], tuple[int, Tokens | None]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # of the step
@@ -91,7 +94,8 @@ class Drafts:
     def take(self, places: list[tuple[int, int, int]]) -> dict[tuple[int, int], Draft]:
         """Return the drafts of this rank's (slot, sample, prompt), by slot and sample. Collective.
 
-        A draft stays on the rank that sampled it until a rank asks, and is used once.
+        A draft stays on the rank that sampled it until a rank asks, and is used once. If several groups of a
+        step had the prompt, that of the largest slot counts.
         """
         gathered = from_all_ranks(places)
         parcels: list[list] = [[] for _ in gathered]
@@ -99,7 +103,8 @@ class Drafts:
             slot, sample, prompt = place
             if (draft := self.cache.pop((prompt, sample), None)) is not None:
                 parcels[rank].append((slot, sample, draft))
-        return {(slot, sample): draft for slot, sample, draft in exchange(parcels)}
+        received = sorted(exchange(parcels), key=lambda parcel: parcel[-1].slot)
+        return {(slot, sample): draft for slot, sample, draft in received}
 
 
 def begin(draft: Tokens, today: Tokens, form: str, lenience: float, random: Random) -> tuple[int, Tokens]:
@@ -272,13 +277,17 @@ class DraftsExtra(Extra):
                 tokens = Tokens.of(completion.token_ids[num:], completion.logprobs[num:], *topk)
                 if beginning is not None:
                     tokens = Tokens(*map(torch.cat, zip(beginning, tokens)))
-                draft = Draft(prompt, tokens, completion.finish_reason == "stop")
-                state.cache[group.prompt_index, sample] = draft
+                draft = Draft(prompt, tokens, completion.finish_reason == "stop", group.slot)
+                other = state.fresh.get((group.prompt_index, sample), draft)
+                state.fresh[group.prompt_index, sample] = max(draft, other, key=attrgetter("slot"))
                 group.add(sample, replace(completion, topk_ids=None, topk_logprobs=None))
 
     def after_rollout(self, run, batch: RolloutBatch, groups: list[Group]) -> None:
-        """Hand the counts of the step to metrics()."""
-        batch.extras["drafts"] = dict(run.extras["drafts"].counts)
+        """Hand the counts of the step to metrics(), and its completions to later steps."""
+        state = run.extras["drafts"]
+        state.cache |= state.fresh
+        state.fresh = {}
+        batch.extras["drafts"] = dict(state.counts)
 
     def metrics(self, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
         """Measure drafts as (sum, count); tokens_total loses the accepted tokens, which nobody generates."""
@@ -305,7 +314,7 @@ class DraftsExtra(Extra):
         if not cache:
             return None
         return {
-            "keys": [(*key, d.prompt, d.has_ended, len(d.tokens.ids)) for key, d in cache.items()],
+            "keys": [(*key, d.prompt, d.has_ended, d.slot, len(d.tokens.ids)) for key, d in cache.items()],
             "tokens": [torch.cat(values) for values in zip(*(draft.tokens for draft in cache.values()))],
         }
 
@@ -313,9 +322,9 @@ class DraftsExtra(Extra):
         """Take over the drafts of a checkpoint."""
         lengths = [num for *_, num in values["keys"]]
         columns = [column.split(lengths) for column in values["tokens"]]
-        for (prompt_index, sample, prompt, has_ended, _), *parts in zip(values["keys"], *columns):
+        for (prompt_index, sample, prompt, has_ended, slot, _), *parts in zip(values["keys"], *columns):
             tokens = Tokens(*(part.clone() for part in parts))  # a view is pickled with all of its storage
-            run.extras["drafts"].cache[prompt_index, sample] = Draft(prompt, tokens, has_ended)
+            run.extras["drafts"].cache[prompt_index, sample] = Draft(prompt, tokens, has_ended, slot)
 
 
 def usable(draft: Draft, request: Request, state: Drafts) -> Draft | None:
@@ -331,7 +340,7 @@ def usable(draft: Draft, request: Request, state: Drafts) -> Draft | None:
     if len(ids) < request.max_new_tokens:
         return draft
     tokens = draft.tokens.first(request.max_new_tokens - 1)
-    return Draft(draft.prompt, tokens, has_ended=False) if len(tokens.ids) else None
+    return replace(draft, tokens=tokens, has_ended=False) if len(tokens.ids) else None
 
 
 EXTRA = DraftsExtra()

@@ -78,6 +78,7 @@ def rollout_metrics(
     outcomes = [group.outcome(binary, part) for group in groups]
     equal = [o for o in outcomes if not o.has_variance]
     lengths = [c.num_sampled for c in completions]
+    seconds = seconds_of(groups)
     statuses = Counter(v.status for v in verdicts)
     num = len(verdicts)
     rewards_by_part = defaultdict(list)
@@ -100,8 +101,8 @@ def rollout_metrics(
         "completion_tokens": (sum(lengths), num),
         "distinct_frac": (num_distinct, num),
         "completion_tokens_max": (max(lengths, default=0), 1),
-        "completion_seconds": (sum(c.seconds for c in completions), num),
-        "completion_seconds_max": (max((c.seconds for c in completions), default=0.0), 1),
+        "completion_seconds": (sum(seconds), len(seconds)),
+        "completion_seconds_max": (max(seconds, default=0.0), 1),
         "cut_at_limit_frac": (sum(c.finish_reason == "length" for c in completions), num),
         **{f"part/{name}/mean": (exact_sum(r), len(r)) for name, r in rewards_by_part.items()},
         **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
@@ -123,6 +124,11 @@ def turn_metrics(completions: list[Completion]) -> dict[str, tuple[float, float]
     }
 
 
+def seconds_of(groups: list[Group]) -> list[float]:
+    """Return the seconds from the start of the rollout to the end of each completion that ended in it."""
+    return [c.seconds for group in groups for c in group.completions if not math.isnan(c.seconds)]
+
+
 def schedule_metrics(
     groups: list[Group], pool, busy: float, seconds: float
 ) -> dict[str, tuple[float, float]]:
@@ -132,7 +138,7 @@ def schedule_metrics(
     verdict of the slowest rank. length_error: |expected - actual| / actual tokens of a group.
     """
     rank = dist.get_rank()
-    finish_times = sorted(c.seconds for group in groups for c in group.completions)
+    finish_times = sorted(seconds_of(groups))
     last = finish_times[-1] if finish_times else 0.0
     tail = last - finish_times[int(0.9 * len(finish_times))] if finish_times else 0.0
     errors = []

@@ -179,6 +179,7 @@ def print_account(account: dict[str, float], generated_tokens: int) -> None:
     prompts = ", ".join(f"{account[f'prompts_{kind}']:,.0f} {kind}" for kind in kinds)
     print(f"  prompts                      {prompts}")
     names = {"stopped": "in stopped probes", "dropped": "in dropped groups", "kept": "trained on"}
+    names |= {"late": "in late groups"} if "wasted_late_tokens" in account else {}
     total = max(1, generated_tokens)
     wasted = {text: account[f"wasted_{name}_tokens"] / total for name, text in names.items()}
     shares = ", ".join(f"{share:.3f} {text}" for text, share in wasted.items())

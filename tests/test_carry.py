@@ -1,5 +1,6 @@
 """Partial rollouts: which groups are trained on and when, their tokens and versions, settings, a resume."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -32,6 +33,11 @@ class FakeSlowEngine(FakeEngine):
     """Adds a token to every completion in each step; the first token of a completion is its length."""
 
     def generate(self, requests, version, on_finished, on_step, capture_routes, episodes=None, is_over=None):
+        assert self.previous_rollout == (0, 0), "a resumed run has none"
+        self.previous_rollout = (9, 9)
+        assert not any(request.guessed for request in requests if request.prefix), (
+            "a scout would start before"
+        )
         tokens = [list(request.prefix.token_ids) if request.prefix else [] for request in requests]
         known = list(map(len, tokens))
         lengths = [ids[0] if ids else 1 + Random(r.seed).randrange(40) for ids, r in zip(tokens, requests)]
@@ -80,6 +86,7 @@ def test_every_group_is_trained_on_once_in_bounded_time(share, max_age):
         assert len(groups) + len(waiting) == NUM_PROMPTS and sorted(outcomes) == [g.slot for g in groups]
         assert len(groups) >= share * NUM_PROMPTS and account["rounds"] == 1
         assert max((w.age for w in waiting), default=0) <= max_age
+        assert all(math.isnan(c.seconds) for w in waiting for c in w.group.completions)
         for group in [*groups, *(w.group for w in waiting)]:
             born.setdefault(group.prompt_index, step)
         for group in groups:
@@ -118,6 +125,7 @@ def test_all_tokens_of_a_step_are_counted_and_late_groups_dropped(late, max_age)
         waiting = [w.group for w in carried.waiting]
         assert metrics["carried_groups"] == (len(waiting), 1) and metrics["token_age_mean"] == (0, 6)
         dropped = metrics["carry_dropped_total"][0]
+        assert (metrics["account/wasted_late_tokens_total"][0] > 0) == (dropped > 0)
         assert len(groups) + len(waiting) + dropped == NUM_PROMPTS
         now = sum(len(c.token_ids) for group in [*groups, *waiting] for c in group.completions)
         if max_age == 1:
@@ -163,9 +171,11 @@ def test_a_share_is_at_most_1_and_an_age_at_least_1(settings):
 @pytest.mark.parametrize("name, first, second", [
     ("rollout.temperature", 1.0, 0.9), ("rollout.group_size", 8, 4), ("rollout.max_new_tokens", 64, 32),
     ("carry.share", 0.5, "null"), ("algorithm.router_replay", "off", "r3"),
+    ("teacher.scores", "a.jsonl", "b.jsonl"),
 ])  # fmt: skip
 def test_stages_fit_completions_that_wait(name, first, second):
-    configs = [make_config("carry.share=0.5", f"{name}={value}") for value in (first, second)]
+    teacher = ("teacher.path=folder", "teacher.coef=1") if name.startswith("teacher") else ()
+    configs = [make_config(*teacher, "carry.share=0.5", f"{name}={value}") for value in (first, second)]
     base.load("carry").check_stages([configs[0], configs[0]])
     with pytest.raises(ValueError, match=name):
         base.load("carry").check_stages(configs)

@@ -192,7 +192,7 @@ def step_of(run) -> tuple[dict, dict]:
 
 def same_drafts(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(
-        (draft.prompt, draft.has_ended) == (other[key].prompt, other[key].has_ended)
+        replace(draft, tokens=other[key].tokens) == other[key]
         and all(map(torch.equal, draft.tokens, other[key].tokens))
         for key, draft in one.items()
     )
@@ -233,6 +233,18 @@ def test_completions_begin_with_tokens_of_the_last_visit(form, lenience, draftin
         assert same_drafts(copy.extras["drafts"].cache, state.cache)
         last |= completions
     assert num_whole and num_partly
+
+
+def test_a_prompt_that_returns_in_its_step_has_no_draft_of_today(drafting_run):
+    """Twelve prompts in fifteen slots, then the groups without variance once more."""
+    changes = (f"rollout.prompts_per_step={2 * NUM_PROMPTS + 3}", "zero_variance.max_rounds=2")
+    run = drafting_run("literal", *changes, "zero_variance.drop=true", "zero_variance.refill=true")
+    groups, outcomes, account = train_rl.sample_step(run)
+    metrics = train_rl.metrics_of(run.config, train_rl.batch_of(run, groups))
+    assert account["rounds"] == 2 and metrics["draft_tokens_total"] == (0, 1)
+    slots = {outcome.prompt_index: slot for slot, outcome in sorted(outcomes.items())}
+    assert len(slots) < len(outcomes)
+    assert all(draft.slot == slots[prompt] for (prompt, _), draft in run.extras["drafts"].cache.items())
 
 
 def test_drafts_that_do_not_fit_are_dropped_and_counted(drafting_run):

@@ -132,6 +132,12 @@ def test_figures_by_source_and_difficulty_add_up_and_are_printed():
     gym = [r | {"kind": "reasoning_gym", "answer": answer} if r["task"] == "m" else r for r in rows]
     broken = {"answer": "5", "status": "error"}  # a bad row costs no figure of the others
     gym += [r | broken | {"prompt_index": 98} for r in gym if r["prompt_index"] == 0]
+    number = json.dumps({"task": "gcd", "answer": 4, "metadata": {}})  # the verifier raises a TypeError
+    gym += [
+        r | {"answer": number, "status": "no_answer", "prompt_index": 99}
+        for r in gym
+        if not r["prompt_index"]
+    ]
     assert best_constants({"m": gym[-1:], "n": [gym[-1] | {"status": "no_answer"}]}) == {}
     figures = all_figures(gym, 0)
     assert (

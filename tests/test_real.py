@@ -6,7 +6,7 @@ import pytest
 from helpers import make_config
 
 from data import smollm2
-from experiments import real
+from experiments import evaluate, real
 from experiments.text_quality import LABELS
 
 ROW = {
@@ -40,26 +40,46 @@ def test_another_start_is_refused(capsys):
 @pytest.mark.parametrize("chat", ["never", "always"])
 def test_an_evaluation_takes_the_settings_of_its_run(chat, tmp_path, monkeypatch):
     """After tasks the model also answers instructions, so that its texts can be measured."""
-    rollout = {"max_new_tokens": 77, "dtype": "auto", "kv_cache_gib": 0.5, "temperature": 0.7, "stop": ["\n"]}
-    data = {"chat": chat, "answer_prefix": "\nAnswer:", "eval": [{"path": "held_out.jsonl"}]}
+    rollout = {
+        "max_new_tokens": 77,
+        "dtype": "auto",
+        "kv_cache_gib": None,
+        "temperature": 0.7,
+        "stop": ["\n"],
+    }
+    sets = [{"path": "held_out.jsonl"}, {"path": "more.jsonl"}]
+    data = {"chat": chat, "answer_prefix": "\nAnswer:", "eval": sets}
     config = make_config().model_dump(mode="json")
     for section, values in {"rollout": rollout, "data": data, "reward": {"binary": True}}.items():
         config[section] |= values
     config["eval"] |= {"num_samples": 4}
+    config["train"]["seed"] = 3
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").touch()
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     (tmp_path / "versions.json").write_text(json.dumps({"rollout_dtype": "float32"}))
     commands = []
-    monkeypatch.setattr(real, "call", lambda *command: commands.append(list(command)))
-    real.evaluate(tmp_path / "model", tmp_path, "after")
-    expected = {
-        "--max-new-tokens": 77, "--dtype": "float32", "--kv-cache-gib": 0.5, "--samples": 4,
-        "--temperature": 0.7, "--data": '{"path": "held_out.jsonl"}',
-        "--completions": tmp_path / "after_completions.jsonl",
-    }  # fmt: skip
-    assert {option: commands[-1][commands[-1].index(option) + 1] for option in expected} == expected
-    settings = {'data.answer_prefix="\\nAnswer:"', 'rollout.stop=["\\n"]', "reward.binary=true"}
-    assert settings < set(commands[-1])
+    monkeypatch.setattr(real, "call", lambda *command: commands.append(list(map(str, command))))
+    assert not real.is_evaluated(model, tmp_path, "after")
+    real.evaluate(model, tmp_path, "after")
     assert len(commands) == (2 if chat == "never" else 1)
+    start = next(i for i, word in enumerate(commands[-1]) if word.endswith("evaluate.py"))
+    args = evaluate.parse_args(commands[-1][start + 1 :])
+    read = evaluate.read_settings(args, 2048)
+    assert (args.samples, args.seed, args.completions) == (4, 3, tmp_path / "after_completions.jsonl")
+    assert [source.path for source in read.data.eval] == ["held_out.jsonl", "more.jsonl"]
+    assert read.data.chat == chat and read.data.answer_prefix == "\nAnswer:" and read.reward.binary
+    expected = rollout | {"dtype": "float32", "max_prompt_tokens": config["rollout"]["max_prompt_tokens"]}
+    assert {name: getattr(read.rollout, name) for name in expected} == expected
+    assert real.is_evaluated(model, tmp_path, "after") and not real.is_evaluated(model, tmp_path, "before")
+    config["eval"]["num_samples"] = 8  # a run may be extended with another evaluation
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    assert not real.is_evaluated(model, tmp_path, "after")
+    config["data"]["eval"] = []
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="data.eval"):
+        real.evaluate(model, tmp_path, "after")
 
 
 def test_prompts_of_other_options_are_made_again(tmp_path, monkeypatch):
@@ -153,12 +173,28 @@ def test_a_gain_on_a_task_counts_above_the_best_constant(tmp_path, capsys):
     assert [text["before"]["completion"] for text in data["texts"]] == ["gcd 0", "lcm 0"]
     summary["pass_at_1_by_task_after"] = {"gcd": None, "lcm": None}  # with eval.num_samples=0
     assert real.task_lines(data)[2] == "| `gcd` | 2 | 1.00 | 0.25 |  | 1.00 |  |"
-    real.write_json(tmp_path / "record.json", data)
-    real.main(
-        real.parse_args(["--collect", str(tmp_path), str(tmp_path), "--json", str(tmp_path / "seeds.json")])
-    )
-    assert "3 held-out prompts, 2 seeds" in capsys.readouterr().out
-    assert len(json.loads((tmp_path / "seeds.json").read_text())) == 2
+    data["quality"]["after"]["repeated_4grams"] = None  # no text has four words
+    folders = [tmp_path / name for name in ("a", "b", "c", "d")]
+    changes = ({"seed": 0}, {"seed": 1}, {"seed": 1}, {"seed": 2, "settings": ["train.num_steps=9"]})
+    for folder, change in zip(folders, changes):
+        folder.mkdir()
+        record = data | {"settings": [], "versions": {"data": {"train": "1f"}}} | change
+        real.write_json(folder / "record.json", record)
+
+    def collect(*names):
+        file = tmp_path / "seeds.json"
+        real.main(
+            real.parse_args(["--json", str(file), "--collect", *(str(tmp_path / name) for name in names)])
+        )
+        return json.loads(file.read_text())
+
+    assert [record["seed"] for record in collect("a", "b")] == [0, 1]
+    printed = capsys.readouterr().out
+    assert "3 held-out prompts, 2 seeds" in printed and "| 0.25 |  |" in printed
+    with pytest.raises(ValueError, match="train.seed"):
+        collect("a", "b", "c")
+    with pytest.raises(ValueError, match="d has other settings"):
+        collect("a", "d")
 
 
 def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):

@@ -55,6 +55,7 @@ OPERATORS = {
     ast.USub: operator.neg, ast.UAdd: operator.pos,
 }  # fmt: skip
 MAX_POWER = 999  # larger exponents would take all memory
+MARKUP = "*_`$ \t\n"
 FUNCTIONS = (
     "sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs erf"
 ).split()
@@ -191,11 +192,20 @@ def score(row: dict, text: str) -> float:
     return 1.0 if value >= 1 - 1e-9 else value if value > 0 else 0.0  # NaN is 0
 
 
+def without_markup(text: str) -> str:
+    r"""Return an answer without emphasis, code marks, delimiters of formulas or full stops around it."""
+    text = text.lstrip(MARKUP).rstrip(MARKUP + ".")
+    if text[:2] in (r"\(", r"\[") and text[-2:] in (r"\)", r"\]"):
+        text = text[2:-2].strip()
+    return text
+
+
 def verify(completion: str, answer: str) -> tuple[float, str, str]:
     """Return reward, status and detail of a completion. Fractions are those of the package.
 
-    A full stop after the answer is ignored, if the answer without it scores more. An answer on which the
-    verifier raises an exception is wrong, unless the verifier also raises on the reference answer.
+    A full stop after the answer and markup around it (**5**, `5`, $5$) are ignored, if the answer without
+    them scores more. An answer on which the verifier raises an exception is wrong, unless the verifier also
+    raises on the reference answer.
     """
     row = read_row(answer)
     verifier_of(row)  # also without an answer, so that the row is the cause of an error
@@ -203,7 +213,7 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     if not text:
         return 0.0, "no_answer", ""
     rewards = []
-    for candidate in dict.fromkeys((text, text.removesuffix("."))):
+    for candidate in dict.fromkeys((text, text.removesuffix("."), without_markup(text))):
         with contextlib.suppress(Exception):  # of any type, because the text is the policy's
             rewards.append(score(row, candidate))
     if not rewards:
