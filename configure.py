@@ -26,6 +26,7 @@ from runtime.config import (
 from runtime.learning_rate import learning_rate
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
 from runtime.tracking import tracking_warnings
+from runtime.user_files import all_functions
 from settings import HOOKS, Config
 from verifiers.kinds import functions_of, is_kind, parts_of
 
@@ -34,6 +35,12 @@ def load_config(argv: list[str], description: str = "") -> Config:
     """Read a command line: defaults < YAMLs of --config < section.key=value; ValueError names the setting."""
     config = read_config(Config, argv, "train_rl.py", description)
     check_stages(config)
+    functions = all_functions(config)
+    if unused := sorted(set(config.reward.scale) - set(functions)):
+        raise ValueError(
+            f"reward.scale: no setting names the function {unused[0]!r}; functions of the run: "
+            f"{', '.join(functions) or 'none'}"
+        )
     return config
 
 
@@ -92,11 +99,6 @@ def check_config(config: Config) -> None:
             raise ValueError(
                 f"reward.functions: {function!r} is neither module:function nor path/file.py:function"
             )
-    if unused := sorted(set(config.reward.scale) - set(config.functions)):
-        raise ValueError(
-            f"reward.scale: no setting names the function {unused[0]!r}; functions of the run: "
-            f"{', '.join(config.functions) or 'none'}"
-        )
     fractions = config.algorithm.entropy_groups
     if not fractions or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
         raise ValueError(f"algorithm.entropy_groups: {list(fractions)} must be positive and sum to 1")

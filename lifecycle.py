@@ -41,7 +41,7 @@ from data.chat import load_tokenizer
 from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt, prompt_sha
 from data.references import describe, lines_of
-from data.stages import Offers, Window, load_stages, offers_of, unite
+from data.stages import Offers, Window, digest_of_offers, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
 from episodes import Interaction
 from extras.base import Extra, Launch, active
@@ -234,9 +234,9 @@ def prepare_data(
     tokenizer = load_tokenizer(model_dir)
     pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
-    check_inputs_agree(loaded.digests())
+    check_inputs_agree(loaded.digests() | {"the prompts of stages": digest_of_offers(offers)})
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
-    refuse_other_prompts(checkpoint, loaded.train, config)
+    refuse_other_prompts(checkpoint, loaded.train, offers, config)
     check_fixed_models(largest, state)
     launch = Launch(largest, configs, hf_config, tokenizer, loaded, offers, state, max_model_len(largest))
     launch.check()
@@ -522,6 +522,7 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     file = Path(config.run.dir) / "dropped_rows.jsonl"
     rank = dist.get_rank()
     world_size = dist.get_world_size()
+    rows: list[dict] = []
     if checkpoint:
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
         leave_out(loaded, {(r["prompt_sha"], r.get("kind")): r["detail"] for r in rows if "prompt_sha" in r})
@@ -539,8 +540,10 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     compared = [(local_prompts[i], *how) for i, how in comparisons.items()]
     describe_references(loaded, compared, Path(config.run.dir) / "references.json", bool(checkpoint))
     if rank == 0:
-        if loaded.dropped:  # written atomically, because an exact resume needs the list
-            write_text(file, "".join(json.dumps(row) + "\n" for row in loaded.dropped))
+        # An exact resume needs the list, also after one that was refused because rows had changed.
+        kept = [row for row in rows if is_resumed and row["set"] not in loaded.eval_sets]
+        if lines := dict.fromkeys(map(json.dumps, [*kept, *loaded.dropped])):
+            write_text(file, "".join(f"{line}\n" for line in lines))
             loaded.notes.append(f"{file} lists the rows left out")
         else:
             file.unlink(missing_ok=True)
@@ -678,13 +681,22 @@ def is_finished(config: Config, checkpoint: Path | None, state: TrainState) -> b
     return checkpoint is not None and state.is_last(config) and has_summary
 
 
-def refuse_other_prompts(checkpoint: Path | None, prompts: list[Prompt], config: Config) -> None:
-    """Raise ValueError if an exact resume (checkpoint.resume=auto) would train on other prompts."""
+def refuse_other_prompts(
+    checkpoint: Path | None, prompts: list[Prompt], offers: list[Offers], config: Config
+) -> None:
+    """Raise ValueError if an exact resume (checkpoint.resume=auto) would train on other prompts.
+
+    The prompts of each stage are compared if the list of stages is the same.
+    """
     if checkpoint is None:
         return
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     is_exact = resumes_exactly(config, checkpoint) and config.checkpoint.resume == "auto"
-    if is_exact and saved["prompts"] != digest_of(prompts):
+    stages = json.loads((checkpoint / "state.json").read_text())["config"].get("stages")
+    digests = {"prompts": digest_of(prompts)}
+    if stages == config.model_dump(mode="json")["stages"]:
+        digests["offers"] = digest_of_offers(offers)
+    if is_exact and any(saved.get(name, digest) != digest for name, digest in digests.items()):
         raise ValueError(
             f"{checkpoint} was trained on other prompts than the settings select: a file of data.train, "
             "zero_variance.offline_scores or dropped_rows.jsonl of run.dir has changed. Restore it, or "
@@ -706,6 +718,7 @@ def resume(
     """Load the parts of a checkpoint besides the weights; return the record of the prompts."""
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     same_prompts = saved.pop("prompts") == digest_of(prompts)
+    saved.pop("offers", None)  # missing in checkpoints of older versions
     is_exact = resumes_exactly(config, checkpoint) and same_prompts
     dropped = "" if same_prompts else "; the record of other prompts is dropped"
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
@@ -1179,7 +1192,8 @@ def write_rank(run: Run, folder: Path) -> dict[Path, str]:
         shard["waiting"] = {"queue": [rollout.saved() for rollout in run.queue], "extras": states}
     writer.save(shard, file_of_rank(folder))
     if rank == 0:
-        writer.save(vars(run.history) | {"prompts": digest_of(run.prompts)}, folder / "history.pt")
+        digests = {"prompts": digest_of(run.prompts), "offers": digest_of_offers(run.stage_offers)}
+        writer.save(vars(run.history) | digests, folder / "history.pt")
     return writer.digests
 
 
@@ -1240,6 +1254,8 @@ def finish(run: Run) -> None:
             write_summary(run_dir, run.state, memory)
             plot_curves(run_dir)
         print_summary(run_dir)
+        for stage in run.config.stages[run.state.stage.number + 1 :]:
+            print(f"warning: stage {stage.name} was not reached")
     dist.barrier()
     run.watchdog.stop()
     run.accelerator.end_training()

@@ -25,6 +25,9 @@ from pathlib import Path
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FILE_SUFFIXES = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES))
 OTHER_SUFFIXES = (".txt", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2", ".xlsx", ".ndjson", ".pkl")
+SPLITS = (
+    r"(?i)(train|training|test|testing|valid|validation|val|dev|eval)(?![a-z])"  # names of files begin so
+)
 HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 
 Table = tuple[str, list[dict]]  # (name of the file or hub dataset, for error messages; rows)
@@ -97,11 +100,20 @@ def find_files(path: str, local: str, split: str) -> list[str]:
 
 
 def files_of_folder(path: str, folder: str, split: str) -> list[str]:
-    """List the data files of a folder whose names begin with the split; all data files if no name does."""
+    """List the data files of a folder whose names begin with the split, for example train1.jsonl.
+
+    If no name begins with any split, these are all data files. ValueError if names begin with others only.
+    """
     files = sorted(file for file in os.listdir(folder) if file.endswith(FILE_SUFFIXES) and file[0] != ".")
     if not files:
         raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file, with or without .gz")
-    split_files = [file for file in files if re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file)]
+    split_files = [file for file in files if re.match(rf"{re.escape(split)}(?![A-Za-z])", file)]
+    others = [file for file in files if re.match(SPLITS, file)]
+    if others and not split_files:
+        raise ValueError(
+            f"{path}: no file begins with the split {split!r}, but {others[0]} with another: set `split`, or "
+            "write a file or a pattern in place of the folder"
+        )
     return [os.path.join(folder, file) for file in split_files or files]
 
 

@@ -346,9 +346,8 @@ class PromptMaker:
             messages = read_messages(value, where)
             self.renderer.check(where)
             self.check_tokens([message["content"] for message in messages], where)
-            question = json.dumps(messages, ensure_ascii=False)
-            if len(messages) == 1:
-                question = messages[0]["content"]
+            asked = [message for message in messages if message["role"] != "system"]
+            question = asked[0]["content"] if len(asked) == 1 else json.dumps(asked, ensure_ascii=False)
             last = {"role": "user", "content": template.replace("{prompt}", messages[-1]["content"])}
             messages = [*messages[:-1], last]
         messages, text = self.renderer.render(messages, where)

@@ -4,6 +4,8 @@ Each stage has its own data mix. The record of prompts (data/history.py) covers 
 prompt that several stages offer has a single entry: for example, a pass rate from stage 0 is used in stage 1.
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +39,12 @@ class Offers:
     def epoch_length(self) -> int:
         """Return the number of prompts in an epoch of this stage."""
         return epoch_length(len(self.indices), self.mixture)
+
+
+def digest_of_offers(offers: list[Offers]) -> str:
+    """Hash which prompts each stage offers, with order and weights."""
+    text = json.dumps([(list(stage.indices), stage.mixture) for stage in offers])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -648,7 +648,8 @@ def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
         if not is_complete or unknown_counters(counters):
             problem = [OTHER_VERSION]
         elif wrong := wrong_counters(counters):
-            problem = [f"state.json: {wrong[0]} is {counters[wrong[0]]!r}, which no run writes"]
+            value = (counters | counters.get("stage", {}))[wrong[0]]
+            problem = [f"state.json: {wrong[0]} is {value!r}, which no run writes"]
         elif has_changed:
             problem = ["state.json has changed since it was written"]
         else:
@@ -666,8 +667,9 @@ def unknown_counters(state: dict) -> set[str]:
 
 def wrong_counters(state: dict) -> list[str]:
     """List the counters of a saved state that are no number, infinite, or below the value of a new run."""
-    starts = {counter.name: counter.default for counter in fields(TrainState)}
+    starts = {counter.name: counter.default for counter in (*fields(TrainState), *fields(StagePosition))}
     starts = {name: start for name, start in starts.items() if type(start) in (int, float)}
+    state = state | state.get("stage", {})
     return [
         name for name, start in starts.items()
         if type(value := state.get(name, start)) not in (int, float, type(start))

@@ -114,7 +114,8 @@ def check_hand_overs(stages: list[Stage], configs: list, metrics: list[set[str]]
 
     configs: the settings of each stage; metrics: the metrics that each stage measures.
     """
-    first_step = 0  # the earliest step at which the stage can begin
+    first_step = -1  # the earliest step at which the stage can begin; -1: before the first evaluation
+    tokens = 0  # that the earlier stages need
     for number, (stage, config) in enumerate(zip(stages, configs)):
         place = place_of(stages, number)
         rule = stage.until
@@ -132,10 +133,11 @@ def check_hand_overs(stages: list[Stage], configs: list, metrics: list[set[str]]
                 f"{place}.until.metric: {rule.metric!r} is not measured in this stage; choose one of "
                 f"{', '.join(sorted(metrics[number]))}"
             )
-        earliest = [first_step + steps for steps in steps_needed(rule, config)]
-        if not earliest:
+        needed = steps_needed(rule, config, first_step, tokens)
+        if not needed:
             raise ValueError(f"{place} can never end: {why_never(rule, config)}")
-        first_step = min(earliest)
+        first_step = max(first_step, 0) + min(needed)
+        tokens += rule.tokens if rule.tokens and rule == HandOver(tokens=rule.tokens) else 0
         if first_step >= config.train.num_steps:
             raise ValueError(
                 f"{place} can never end: its `until` needs at least {first_step} steps from the start of the "
@@ -144,20 +146,22 @@ def check_hand_overs(stages: list[Stage], configs: list, metrics: list[set[str]]
             )
 
 
-def steps_needed(rule: HandOver, config) -> list[int]:
+def steps_needed(rule: HandOver, config, first_step: int = -1, tokens: int = 0) -> list[int]:
     """List the fewest steps after which each condition of a rule can hold; drop impossible conditions.
 
-    Example: {steps: 800, plateau: 4} on the score of each step gives [800, 5].
+    first_step, tokens: when the stage begins, -1 before the first evaluation. Example: {steps: 800,
+    plateau: 4} on the score of each step gives [800, 5].
     """
     needed = [rule.steps] if rule.steps is not None else []
-    if rule.tokens is not None and rule.tokens < (config.train.max_generated_tokens or math.inf):
+    if rule.tokens is not None and tokens + rule.tokens < (config.train.max_generated_tokens or math.inf):
         needed.append(1)
     every = config.eval.every
     for measurements in rule.measurements():
         if not rule.metric.startswith("eval/"):
             needed.append(measurements)
-        elif every:  # the first evaluation comes before the first step
-            needed.append((measurements - 1) * every)
+        elif every:  # an evaluation at the step of a hand-over counts for the earlier stage
+            first = every * (first_step // every + 1)
+            needed.append(first + (measurements - 1) * every - max(first_step, 0))
     return needed
 
 
@@ -167,7 +171,7 @@ def why_never(rule: HandOver, config) -> str:
         return f"until.metric {rule.metric} is measured during the run only if eval.every is above 0"
     if rule.tokens is not None:
         return (
-            f"until.tokens {rule.tokens} must be below train.max_generated_tokens "
-            f"{config.train.max_generated_tokens}, which ends the run"
+            f"until.tokens {rule.tokens}, with those of earlier stages, must be below "
+            f"train.max_generated_tokens {config.train.max_generated_tokens}, which ends the run"
         )
     return "set until.steps, until.tokens, until.accuracy or until.plateau"

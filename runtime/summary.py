@@ -83,7 +83,9 @@ def write_summary(
     summary |= {"model_dtype": facts.get("dtype"), "rollout_dtype": facts.get("rollout_dtype")}
     references = run_dir / "references.json"  # written at the start; {set: report}, see data/references.py
     summary["references"] = json.loads(references.read_text()) if references.is_file() else {}
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
+    partial = run_dir / "summary.json.partial"  # the finished file says that the run is finished
+    partial.write_text(json.dumps(summary, indent=1))
+    partial.replace(run_dir / "summary.json")
 
 
 def advantage_collapse_rate(rows: list[dict]) -> float | None:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 import lifecycle
 import moe_model
 from configure import load_config
+from data.stages import Offers
 from data.stream import digest_of
 from data.tiny import build_tokenizer
 from memory_plan import with_setting
@@ -58,6 +59,7 @@ def run(tmp_path, one_rank) -> SimpleNamespace:
         generation_config='{"eos_token_id": [1, 2]}',
         tokenizer=build_tokenizer(),
         prompts=make_prompts(2),
+        stage_offers=[Offers(range(2))],
         queue=deque(),
     )
 
@@ -230,7 +232,7 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, capsys):
 
     def solved_after_resume(prompts, *settings: str) -> list[float]:
         config = make_config(*settings)
-        lifecycle.refuse_other_prompts(folder, prompts, config)
+        lifecycle.refuse_other_prompts(folder, prompts, [Offers(range(2))], config)
         history = lifecycle.resume(folder, None, no_history(2), prompts, config)
         return history.solved.tolist()
 
@@ -240,6 +242,9 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, capsys):
     assert "dropped" in capsys.readouterr().out
     with pytest.raises(ValueError, match="checkpoint.resume=weights"):
         solved_after_resume(make_prompts(2)[::-1])
+    for offers in (Offers([1, 0]), Offers(range(2), [(1, 0.5), (1, 1)])):  # as a stage of the same prompts
+        with pytest.raises(ValueError, match="other prompts"):
+            lifecycle.refuse_other_prompts(folder, make_prompts(2), [offers], make_config())
 
 
 def test_a_failed_write_is_an_error_and_earlier_checkpoints_stay(run, monkeypatch):

@@ -642,10 +642,21 @@ def test_a_saved_set_without_the_split_and_broken_files_of_a_folder_are_named(tm
     write_lines(tmp_path / "set" / "train-1.jsonl", [PLAIN[0], {"prompt": "q"}])
     with refuses("set/train-1.jsonl", "row 2", "'answer'"):
         load_prompts(tmp_path / "set")
-    tables = load_tables(str(tmp_path / "set"), split="other")  # all files, because none is called "other"
-    assert [os.path.basename(name) for name, _ in tables] == [
-        "test-0.jsonl", "train-0.jsonl", "train-1.csv", "train-1.jsonl", "train-2.parquet"
-    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("names, split, read", [
+    ("train1 train2 test1", "train", "train1 train2"), ("train-0 train1 trains", "train", "train-0 train1"),
+    ("a b", "train", "a b"), ("training test0", "train", None), ("train0 TEST", "other", None),
+])  # fmt: skip
+def test_files_of_a_folder_by_split(names, split, read, tmp_path):
+    for name in names.split():
+        write_lines(tmp_path / f"{name}.jsonl", PLAIN)
+    if read is None:
+        with refuses(str(tmp_path), f"'{split}'", "with another"):
+            load_tables(str(tmp_path), split=split)
+    else:
+        tables = [os.path.basename(name) for name, _ in load_tables(str(tmp_path), split=split)]
+        assert tables == [f"{name}.jsonl" for name in read.split()]
 
 
 # ---- chat: errors ------------------------------------------------------------------------------------------
@@ -685,6 +696,14 @@ def test_messages_that_make_a_prompt(tmp_path, tokenizer):
     assert prompt.messages == [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "<ab>"}]
     rendered = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
     assert prompt.text == rendered
+
+
+def test_a_system_turn_does_not_hide_a_leak(tmp_path, tokenizer):
+    train = write_lines(tmp_path / "train.jsonl", [{"prompt": [SYSTEM, USER], "answer": 1}])
+    test = write_lines(tmp_path / "test.jsonl", [{"prompt": "user", "answer": 1}])
+    data = DataSettings(train=[{"path": str(train)}], eval=[{"path": str(test)}])
+    with pytest.raises(ValueError, match="test"):
+        load_sets(data, tokenizer, 100, [], seed=0)
 
 
 def test_templates_that_are_missing_or_fail(tmp_path):

@@ -186,6 +186,14 @@ REFUSED = {  # case: (stages, settings, keywords of the message)
     "a plateau that is too long": (
         f"[{{name: a, until: {{plateau: 6}}}}, {B}]", ["train.num_steps=7"], "stages[0] 7",
     ),
+    "an evaluation after the end": (  # the one at step 60 counts for the first stage
+        f"[{{name: a, until: {{steps: 60}}}}, {{name: c, until: {{{ON_HELD_OUT}, accuracy: 0.5}}}}, {B}]",
+        ["train.num_steps=90", "eval.every=30", HELD_OUT], "stages[1] 90",
+    ),
+    "more tokens together": (
+        f"[{{name: a, until: {{tokens: 6}}}}, {{name: c, until: {{tokens: 6}}}}, {B}]",
+        ["train.max_generated_tokens=9"], "stages[1] until.tokens",
+    ),
     "more tokens than the run": (
         f"[{{name: a, until: {{tokens: 9}}}}, {B}]", ["train.max_generated_tokens=9"],
         "stages[0] until.tokens train.max_generated_tokens",
