@@ -354,20 +354,27 @@ class RolloutBatch:
             return None
         return torch.cat([self.response_mask[i, : len(self.completion_ids[i])] for i in rows])
 
-    def share_prompt_routes(self) -> None:
-        """Give the rows of a prompt the prompt routes of the first row, for a replay with shared prompts.
+    def share_prompt_routes(self, routes: list[Tensor]) -> None:
+        """Give the rows of a prompt the prompt routes of one row, for a replay with shared prompts.
 
-        The engine may route the end of a prompt differently for each completion, and a micro-batch takes the
-        prompt routes of its first row. An update skips rows without gradient, so its first row may differ
-        from that of the old-logprob pass; equal prompt routes in all rows remove this difference.
+        routes: [B] of [p + c - 1, L, K], replaced in place. The row is the first of those with valid prompt
+        routes and the newest policy. The engine, or an old-logprob pass in several micro-batches, may route
+        the end of a prompt differently for each completion, and a micro-batch takes the prompt routes of its
+        first row. An update skips rows without gradient, so its first row may differ from that of the
+        old-logprob pass; equal prompt routes in all rows remove this difference.
         """
-        routes = self.routed_experts or []
-        of_prompt: dict[tuple[int, ...], Tensor] = {}
-        for row, (prompt, ids) in enumerate(zip(map(tuple, self.prompt_ids), routes)):
-            num_shared = len(prompt) - 1
-            first = of_prompt.setdefault(prompt, ids[:num_shared])
-            if not torch.equal(first, ids[:num_shared]):
-                routes[row] = torch.cat([first, ids[num_shared:]])
+        chosen: dict[tuple[int, ...], tuple[tuple[bool, int], Tensor]] = {}
+        prompts = list(map(tuple, self.prompt_ids))
+        for row, (prompt, ids) in enumerate(zip(prompts, routes)):
+            of_prompt = ids[: len(prompt) - 1]
+            version = 0 if self.policy_versions is None else int(self.policy_versions[row].max())
+            key = (not (of_prompt == torch.iinfo(ids.dtype).max).any(), version)
+            if prompt not in chosen or key > chosen[prompt][0]:
+                chosen[prompt] = key, of_prompt
+        for row, (prompt, ids) in enumerate(zip(prompts, routes)):
+            _, of_prompt = chosen[prompt]
+            if not torch.equal(of_prompt, ids[: len(of_prompt)]):
+                routes[row] = torch.cat([of_prompt, ids[len(of_prompt) :]])
 
     def verifier_signs(self) -> Tensor:
         """Return [B], the sign that the verifier gives the advantage of each completion: +1, -1 or 0.

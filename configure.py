@@ -27,7 +27,7 @@ from runtime.learning_rate import learning_rate
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
 from runtime.tracking import tracking_warnings
 from runtime.user_files import all_functions
-from settings import HOOKS, Config
+from settings import HOOKS, AlgorithmSettings, Config
 from verifiers.kinds import functions_of, is_kind, parts_of
 
 
@@ -196,6 +196,8 @@ def loss_contradictions(config: Config) -> Iterator[str]:
         yield "{algorithm.entropy_clip_form} has no effect with {algorithm.clip_mode}"
     if algo.ratio_form != "geometric" and algo.ratio_level == "token":
         yield "{algorithm.ratio_form} has no effect with {algorithm.ratio_level}"
+    if algo.ratio_form == "stop_gradient" and algo.clip_mode == "weight":
+        yield "{algorithm.ratio_form} has no effect with {algorithm.clip_mode}"
     if algo.clip_cap is not None and not is_capped:
         yield "{algorithm.clip_cap} has no effect with {algorithm.clip_mode}"
     if algo.clip_mode == "fixed" and (algo.clip_cap or math.inf) <= 1 + algo.clip_eps_high:
@@ -220,6 +222,9 @@ def loss_contradictions(config: Config) -> Iterator[str]:
         )
     if algo.rollout_correction_floor > 0 and algo.rollout_correction == "none":
         yield "{algorithm.rollout_correction_floor} has no effect with {algorithm.rollout_correction}"
+    default = AlgorithmSettings().rollout_correction_cap
+    if algo.rollout_correction == "none" and algo.rollout_correction_cap != default:
+        yield "{algorithm.rollout_correction_cap} has no effect with {algorithm.rollout_correction}"
     if algo.rollout_correction_floor >= algo.rollout_correction_cap:
         yield "{algorithm.rollout_correction_floor} must be below {algorithm.rollout_correction_cap}"
     for hook in HOOKS:

@@ -112,7 +112,7 @@ from runtime.summary import figure, plot_curves, print_summary, write_summary
 from runtime.tracking import MAX_SENT, check_trackers, send_texts, start_trackers
 from runtime.watchdog import MARGIN_S, Watchdog
 from settings import Config, HandOver, TrainSettings
-from verifiers.kinds import ENVIRONMENT
+from verifiers.kinds import ENVIRONMENT, parts_of
 
 
 @dataclass
@@ -482,6 +482,11 @@ def load_data(
     sources = [source for of_stage in data for source in (*of_stage.train, *of_stage.eval)]
     kinds = [source.kind for source in sources if source.kind]
     loaded.notes += check_functions([*functions, *kinds], rows, config.reward)
+    parts = {name for prompt in loaded.train for _, name in parts_of(prompt.kind)}
+    for part in {stage_config.zero_variance.part for stage_config in configs} - {None, *parts}:
+        raise ValueError(
+            f"zero_variance.part: no prompt has the part {part!r}, but {', '.join(sorted(parts))}"
+        )
     drop_impossible(loaded, pool, config, checkpoint)
     windows = [
         Window(c.zero_variance.offline_scores, c.zero_variance.offline_pass_rate, c.reward.binary)

@@ -110,6 +110,7 @@ from settings import (
     Replay,
     ZeroVarianceSettings,
 )
+from verifiers.answer import final_answer, opened_thought
 
 
 # ============================================================================================================
@@ -155,13 +156,14 @@ def zero_variance_after(probe: GroupOutcome, history: PromptHistory, step: int, 
 
     The remaining completions would all have to get the score of the probe. Their probability is estimated
     from the probe and, unless it has expired as in skip_prob(), from the record. 0 if the probe has variance
-    already, and if all scores of the probe are the same fraction, for example 0.5, because the record does
-    not count fractions.
+    already, if most of its verdicts failed so that fewer than two are valid, and if all scores of the probe
+    are the same fraction, for example 0.5, because the record does not count fractions.
     """
     zero = config.zero_variance
     is_right = probe.solved == probe.valid
     is_wrong = probe.score_sum == 0
-    if probe.has_variance or not probe.valid or not (is_right or is_wrong):
+    too_few = probe.valid < min(2, probe.completions)
+    if probe.has_variance or too_few or not (is_right or is_wrong):
         return 0.0
     prompt = probe.prompt_index
     is_known = history.has_record(prompt, step, zero.retest_steps)
@@ -1225,8 +1227,8 @@ def collated(run: Run, groups: list[Group]) -> RolloutBatch:
     """Return the batch of some groups of this rank."""
     config = run.config
     batch = collate(groups, run.prompts, run.prompt_ids, config.reward.binary)
-    if config.train.share_prompts and config.algorithm.router_replay == "r3":
-        batch.share_prompt_routes()
+    if config.train.share_prompts and config.algorithm.router_replay == "r3" and batch.routed_experts:
+        batch.share_prompt_routes(batch.routed_experts)
     return batch
 
 
@@ -1284,6 +1286,8 @@ def add_old_outputs(
             batch.old_logprobs = outputs.logprobs
             batch.entropy = outputs.entropy
             batch.old_routes = outputs.routes
+            if config.train.share_prompts and batch.old_routes:
+                batch.share_prompt_routes(batch.old_routes)
             batch.route_mismatch = outputs.route_mismatch
             for extra in active(config):
                 extra.after_old_pass(batch, outputs)
@@ -1296,7 +1300,9 @@ def add_rewards(run: Run, batch: RolloutBatch) -> dict[str, tuple[float, float]]
     ids = batch.answer_ids if run.judge else []
     # batch_decode([]) would return one empty text
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+    opened = [opened_thought(prompt.text.removesuffix(prompt.prefix)) for prompt in batch.prompts]
     texts = [prompt.prefix + text for prompt, text in zip(batch.prompts, texts)]
+    texts = [final_answer(text, opening) or "" for text, opening in zip(texts, opened)]
     rewards = compute_rewards(batch, run.judge, texts, run.config)
     batch.rewards, batch.valid = refuse_nonfinite_rewards(
         rewards, batch.valid, batch, run.config, run.state.step

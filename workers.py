@@ -187,7 +187,7 @@ class _Item:
     submitted_at: float = field(default_factory=time.monotonic)
     # Replies must repeat this number, so that output of a custom function cannot pass as a reply.
     number: str = field(default_factory=lambda: secrets.token_hex(8))
-    is_suspect: bool = False  # a worker died while it ran this task: run the task alone
+    is_suspect: bool = False  # it failed, or a worker died while it ran this task: run the task alone
     inquiry: Generator | None = None  # after a failure, see Task.inquire
     asker: "_Item | None" = None  # the failed item whose inquiry yielded this one
 
@@ -492,7 +492,7 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
             except StopIteration as end:
                 reply = end.value
             else:
-                self._slow.append(_Item(item.key, task, is_suspect=item.is_suspect, asker=item))
+                self._slow.append(_Item(item.key, task, is_suspect=True, asker=item))
                 return
         self._replies[item.key] = reply
         self.latencies.append(time.monotonic() - item.submitted_at)

@@ -166,7 +166,7 @@ class Carry(Extra):
         }
 
     def after_rollout(self, run, batch: RolloutBatch, groups: list[Group]) -> None:
-        """Measure the age of trained tokens in steps: of all, and by tenths of their length (_tenth_K)."""
+        """Measure the age of trained tokens in steps: of all, by tenths of the rank's lengths (_tenth_K)."""
         assert batch.policy_versions is not None, "the engine sets the versions of all completions"
         mask = batch.response_mask
         ages = (run.state.step - batch.policy_versions) * mask

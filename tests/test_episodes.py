@@ -204,7 +204,7 @@ ODD = {  # behaviour of a tool: words of the text that the policy reads, and whe
     "bytes": ("bytes", True), "nothing": ("nothing", True), "raise": ("no such row", True),
     "hang": (f"no result after {TOOL_S:g} s", True), "die": ("died", True),
     "long": ("10,000,000 characters", False),
-    "json": ('{"what": "json"}', False), "half": ("?", False),
+    "json": ('{"what": "json"}', False), "half": ("?", False), "half in a list": ('["?"]', False),
 }  # fmt: skip
 
 

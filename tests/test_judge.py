@@ -164,6 +164,12 @@ def test_a_judge_gets_prompts_and_plain_texts_and_a_share_of_the_reward(judge_fo
     assert run.judge.questions == [([prompts[row].text for row in (0, 0, 1, 1)], texts)]
     expected = [0.7 * score + 0.3 / (1 + math.exp(2 - len(text))) for score, text in zip(scores, texts)]
     assert batch.rewards.tolist() == pytest.approx(expected) and batch.valid.all()
+    batch = collate(groups, [replace(prompt, text="Sum?<think>") for prompt in prompts], [[1], [2]])
+    monkeypatch.setattr(
+        run.tokenizer, "batch_decode", lambda ids, **_: ["a</think>1", "a", "<think>", "4</think>"]
+    )
+    train_rl.add_rewards(run, batch)
+    assert run.judge.questions[1][1] == ["1", "", "", ""], "a judge reads no thoughts"
 
 
 def test_the_margin_decides_which_pairs_tie(judge_folder, texts):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,7 @@ from data.prompts import Prompt
 from data.stream import LoadedSets
 from reward import RewardPool, Verdict, impossible_references, verify
 from tests.patience import limit, wait_until
+from verifiers import expressions
 
 OK, WRONG, NO_ANSWER = Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
 SLOW = [rf"\exp(\exp(\exp({number})))" for number in (96, 97)]
@@ -332,6 +334,22 @@ def test_pairs_of_reference_and_completion_have_the_verdict_by_hand(kind):
     verdicts = [verify("math", pair["completion"], pair["gold"]) for pair in pairs]
     wrong = [pair for pair, verdict in zip(pairs, verdicts) if bool(verdict.reward) != pair["right"]]
     assert not wrong and not any(verdict.status in ("error", "timeout") for verdict in verdicts)
+
+
+ATOMS = (
+    "x_1", "101_2", "(110)_2", r"110_{\text{two}}", r"\sin 30^\circ", r"\cos{45^{\circ}}", r"90^\circ C", r"\log_2 8",
+    "10{,}000", r"2 \frac{1}{2}", "x^-2", "x'", r"0.\overline{3}", r"\mathrm{e}", r"13\text{ thousand}", r"\{1, 2\}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "outer", [r"\frac{%s}{2}", r"\sqrt{%s}", r"x_{%s}", r"{%s}^{2}", r"\frac{1}{%s + 1}"]
+)
+def test_rewritten_notations_keep_the_braces_of_what_is_around_them(outer):
+    for atom in ATOMS:
+        text = re.sub(r"\\[{}]", "", expressions.plain_latex(outer % atom))
+        depths = list(accumulate((char == "{") - (char == "}") for char in text))
+        assert min(depths) >= 0 == depths[-1], atom
 
 
 @pytest.mark.parametrize("content", TOO_LARGE)

@@ -1,6 +1,5 @@
 """The declared studies: rows, commands, task instances and prompts."""
 
-import json
 import re
 import shlex
 from dataclasses import replace
@@ -8,10 +7,9 @@ from dataclasses import replace
 import pytest
 from conftest import ROOT
 
-from data.tiny import RECIPES, pair_habits, recipe_of, sample_problems
+from data.tiny import RECIPES, pair_habits, recipe_of
 from experiments import report, run
 from experiments.declaration import read_declaration
-from experiments.studies.elimination_tuned import pools
 from train_rl import load_config
 
 DECLARED = sorted(file.parent for file in run.STUDIES.glob("*/declared.json"))
@@ -56,24 +54,3 @@ def test_a_recipe_with_a_seed_is_another_task_instance():
     for name in ("habit", "habits_", "habits_x", "nothing_3"):
         with pytest.raises(ValueError, match=name):
             recipe_of(name)
-
-
-# ---- prompts -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("share", pools.SHARES)
-def test_a_pool_has_its_share_of_prompts_without_variance(share, tmp_path):
-    pools.write_pools("habits_2", tmp_path)
-    pool = (tmp_path / f"pool_{100 * share:.0f}.jsonl").read_text()
-    rows = list(map(json.loads, pool.splitlines()))
-    wrong_frac, _ = pair_habits(recipe_of("habits_2"))
-    num_hopeless = sum("*" in row["prompt"] for row in rows)
-    num_solved = 0
-    for row in rows:
-        left, _, right = row["prompt"].rstrip("=").partition("+")
-        num_solved += not any(wrong_frac[int(x), int(y)] for x, y in zip(left.strip(), right.strip()))
-    num_solved -= num_hopeless  # products have no "+", so the loop finds no bad pair
-    assert len(rows) == 1200 and (num_solved + num_hopeless) / 1200 == pytest.approx(share, abs=1e-3)
-    assert num_hopeless / num_solved == pytest.approx(4 / 3, abs=0.02)
-    _, test = sample_problems(recipe_of("habits_2"))
-    assert not {row["prompt"] for row in test} & {row["prompt"] for row in rows}

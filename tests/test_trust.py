@@ -186,13 +186,16 @@ def test_a_counter_that_no_run_writes_is_refused(name, value, tmp_path):
     assert name in problem
 
 
-def example(count: int, share: float = 1.0, names: list[str] | None = None, deep: bool | None = None, x=None):
+def example(
+    count: int, share: float = 1.0, names: list[str] | None = None, deep: bool | None = None, x=None,
+    old: list = (), table: dict | None = None,
+):  # fmt: skip
     """A tool."""
 
 
 @pytest.mark.parametrize("arguments", [
     {"count": 3}, {"count": 3, "share": 2}, {"count": 3, "names": ["a"]}, {"count": 3, "names": None},
-    {"count": 0, "deep": True, "x": {"any": math.nan}}, {"count": 10**30},
+    {"count": 0, "deep": True, "x": {"any": math.nan}}, {"count": 10**30, "old": [1, "a"], "table": {"a": 1}},
 ])  # fmt: skip
 def test_arguments_of_the_right_type_reach_a_tool(arguments):
     assert refuse_other_types(example, arguments) is None

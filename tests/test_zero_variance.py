@@ -148,8 +148,8 @@ def test_zero_variance_after_a_probe_with_timeouts():
 
     # A timeout is no evidence about p, but occupies a completion: 8 - 3 more completions follow.
     assert after(True, None, True) == pytest.approx(ratio(2, 1, 2, 7), rel=1e-5)
-    assert after(None, False, None) == pytest.approx(ratio(1, 2, 1, 6), rel=1e-5)
-    assert after(None, None, None) == 0.0, "a group without any verdict is completed"
+    assert after(False) == pytest.approx(ratio(1, 2, 1, 8), rel=1e-5)
+    assert after(None, False, None) == after(None, None, None) == 0.0, "such a group is completed"
     assert after(True, None, False) == 0.0 == after(False, True, True)
 
 

@@ -61,6 +61,7 @@ def odd(what: str) -> str:
         return str(os.getpid())
     if what == "call": return '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call><eos>'
     if what == "half": return "\\ud800"
+    if what == "half in a list": return ["\\ud800"]
     return {"what": what}
 
 class Countdown:

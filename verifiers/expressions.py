@@ -74,9 +74,9 @@ _NOTATIONS = (  # numbers and functions as people, books and programs write them
     (r"(?:\{|^)([^{}]*)\\choose(?![a-z])([^{}]*)(?:\}|$)", r"\\binom{\1}{\2}"),
     (rf"\\operatorname\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1"),
     (r"\\degree(?:Celsius)?(?![a-z])|\\celsius", r"^\\circ "),
-    (rf"(\^\s*\{{?\s*\\circ\s*\}}?)\s*(?:{TEXT_COMMAND}\{{\s*)?[CFK]\s*\}}?$", r"\1"),
-    (rf"\\({_TRIGONOMETRIC})\s*[({{]?\s*(\d+(?:\.\d+)?)\s*\^\s*\{{?\s*\\circ\s*\}}?\s*[)}}]?",
-     r"\\\1(\\frac{\2\\pi}{180})"),
+    (rf"(\^\s*(\{{)?\s*\\circ\s*(?(2)\}}))\s*({TEXT_COMMAND}\{{\s*)?[CFK]\s*(?(3)\}})$", r"\1"),
+    (rf"\\({_TRIGONOMETRIC})\s*([({{])?\s*(\d+(?:\.\d+)?)\s*\^\s*(\{{)?\s*\\circ\s*(?(4)\}})\s*(?(2)[)}}])",
+     r"\\\1(\\frac{\3\\pi}{180})"),
     (r"^\s*(-?\d+(?:\.\d+)?|\\frac\{-?\d+\}\{\d+\})\s*=\s*([A-Za-z])\s*$", r"\2 = \1"),
     (r"^(\d+(?:\.\d+)?)(?:\s|\\text\{)*to(?:\s|\})*(\d+(?:\.\d+)?)$", r"\1:\2"),
     # {x | x > 2}, and the open interval ]1, 2[
@@ -87,8 +87,8 @@ _NOTATIONS = (  # numbers and functions as people, books and programs write them
     # (110)_2 and 110_{\text{two}} are 110_2
     (rf"(?:\(|{TEXT_COMMAND}\{{)\s*([\dA-F]+)\s*[)}}]\s*_", r"\1_"),
     (r"^\s*\\approx\s*", ""),
-    (rf"(?<=\w)_\s*\{{?\s*(?:\(|\\text\{{)?\s*({'|'.join(_NUMERALS)}|\d+)\s*[)}}]?\s*\}}?(?<=[)}}])",
-     lambda match: f"_{{{_NUMERALS.get(match[1], match[1])}}}"),
+    (rf"(?<=\w)_\s*(\{{)?\s*(\(|\\text\{{)?\s*({'|'.join(_NUMERALS)}|\d+)\s*(?(2)[)}}])\s*(?(1)\}})(?<=[)}}])",
+     lambda match: f"_{{{_NUMERALS.get(match[3], match[3])}}}"),
     (r"\\[dtc]?frac\s*(\d)\s+(\d)(?!\d)", r"\\frac{\1}{\2}"),
     (r"\\mathrm\{\s*([ei])\s*\}", r" \1 "),
     (r"\\text(?:bf|rm|it)?\s*\{\s*\((-?\d[\d.,]*)\)\s*\}", r"\1"),
@@ -240,11 +240,42 @@ def is_math(parsed: list) -> bool:
 # ------------------------------------------------------------------------------------------------------------
 # Comparison
 # ------------------------------------------------------------------------------------------------------------
+_LETTERS = re.compile(TEXT_COMMAND + r"\{[^{}]*\}|\\?[A-Za-z]+")
+
+
+def with_cases_apart(*texts: str) -> list[str]:
+    r"""Rename the capital letters of formulas that also have the small letter: M - m is not 0.
+
+    latex2sympy turns capitals into small letters. A text with I and without i would become imaginary.
+    """
+    words = [
+        {w for word in _LETTERS.findall(text) for w in ([word] if "\\" in word else word)} for text in texts
+    ]
+    used = set().union(*words)
+    apart = {
+        word for of_text in words for word in of_text if word != word.lower() and word.lower() in of_text
+    }
+    unused = iter([letter for letter in "zyxqpobruw" if not {letter, letter.upper()} & used])
+    names = {word: next(unused, word) for word in sorted(apart) if "{" not in word}
+    if "I" in words[-1] and "i" not in words[-1]:
+        names |= dict.fromkeys("Ii", next(unused, "I"))
+
+    def renamed(match: re.Match) -> str:
+        word = match[0]
+        return (
+            names.get(word, word) if "\\" in word else "".join(names.get(letter, letter) for letter in word)
+        )
+
+    return [_LETTERS.sub(renamed, text) for text in texts]
+
+
 def equal(content: str, answer: str, sums: bool = False) -> bool:
     """Tell whether the answer of a completion equals the reference answer, as mathematics.
 
     sums: a sum of numbers is a number, see _is_unfinished().
     """
+    if not has_unit(answer):
+        content, answer = with_cases_apart(content, answer)
     if ends_in_variable(answer, is_gold=True):
         content = re.sub(rf"{TEXT_COMMAND}\{{(?!\s*[ei]\s*\}})[^{{}}]*\}}(?:\^\{{?\d\}}?)?$", "", content)
         return same(parse(answer, whole=True, units=False), parse(content, units=False), sums)

@@ -445,9 +445,13 @@ def _in_words(text: str) -> str:
 
 
 def _has_same_words(content: str, answer: str) -> bool:
-    r"""Tell whether two texts with a word are the same, for example \text{May 5} and \text{May } 5."""
+    r"""Tell whether two texts with a word are the same, for example \text{May 5} and \text{May } 5.
+
+    Without braces \frac{1}{2 \pi} is \frac{1}{2} \pi, so a text with commands is none of words.
+    """
     words = _in_words(answer)
-    return re.search("[A-Za-z]{3}", words) is not None and _in_words(content).lower() == words.lower()
+    is_text = re.search("[A-Za-z]{3}", words) is not None and "\\" not in words
+    return is_text and _in_words(content).lower() == words.lower()
 
 
 def _is_word(text: str) -> bool:

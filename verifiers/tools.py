@@ -101,9 +101,9 @@ def fits(value, hint) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, one) for one in inner)
     if origin is list:
-        return isinstance(value, list) and all(fits(item, inner[0]) for item in value)
+        return isinstance(value, list) and all(fits(item, *inner) for item in value if inner)
     if origin is dict:
-        return isinstance(value, dict) and all(fits(item, inner[1]) for item in value.values())
+        return isinstance(value, dict) and all(fits(item, inner[1]) for item in value.values() if inner)
     if hint is float:
         return type(value) in (int, float) and math.isfinite(value)
     if hint in (int, str, bool, list, dict, type(None)):
@@ -113,12 +113,12 @@ def fits(value, hint) -> bool:
 
 def text_of(result) -> str:
     """Return a tool's result as text: text unchanged, other values as JSON; ValueError for bytes and None."""
-    if isinstance(result, str):
-        return result.encode(errors="replace").decode()  # halves of a character
     if result is None:
         raise ValueError("the tool returned nothing")
     try:
-        return json.dumps(result, ensure_ascii=False, default=lambda value: value.tolist())  # of numpy, torch
+        if not isinstance(result, str):  # tolist(): of numpy, torch
+            result = json.dumps(result, ensure_ascii=False, default=lambda value: value.tolist())
+        return result.encode(errors="replace").decode()  # halves of a character
     except (TypeError, ValueError, RecursionError, AttributeError):
         raise ValueError(f"the tool returned {type(result).__name__}, not text, a number or JSON") from None
 
