@@ -337,14 +337,12 @@ def test_pairs_of_reference_and_completion_have_the_verdict_by_hand(kind):
 
 
 ATOMS = (
-    "x_1", "101_2", "(110)_2", r"110_{\text{two}}", r"\sin 30^\circ", r"\cos{45^{\circ}}", r"90^\circ C", r"\log_2 8",
-    "10{,}000", r"2 \frac{1}{2}", "x^-2", "x'", r"0.\overline{3}", r"\mathrm{e}", r"13\text{ thousand}", r"\{1, 2\}",
+    "x_1", "101_2", "(110)_2", r"110_{\text{two}}", r"\sin 30^\circ", r"\cos{45^{\circ}}", r"90^\circ C", "x'",
+    r"\log_2 8", "10{,}000", r"2 \frac{1}{2}", r"0.\overline{3}", r"\mathrm{e}", r"13\text{ thousand}",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "outer", [r"\frac{%s}{2}", r"\sqrt{%s}", r"x_{%s}", r"{%s}^{2}", r"\frac{1}{%s + 1}"]
-)
+@pytest.mark.parametrize("outer", [r"\frac{%s}{2}", r"\sqrt{%s}", "x_{%s}", "{%s}^{2}", r"\frac{1}{%s + 1}"])
 def test_rewritten_notations_keep_the_braces_of_what_is_around_them(outer):
     for atom in ATOMS:
         text = re.sub(r"\\[{}]", "", expressions.plain_latex(outer % atom))
