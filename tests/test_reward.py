@@ -337,8 +337,8 @@ def test_pairs_of_reference_and_completion_have_the_verdict_by_hand(kind):
 
 
 ATOMS = (
-    "x_1", "101_2", "(110)_2", r"110_{\text{two}}", r"\sin 30^\circ", r"\cos{45^{\circ}}", r"90^\circ C", "x'",
-    r"\log_2 8", "10{,}000", r"2 \frac{1}{2}", r"0.\overline{3}", r"\mathrm{e}", r"13\text{ thousand}",
+    "x_1", "101_2", "(110)_2", r"110_{\text{two}}", r"\sin 30^\circ", r"\cos{45^{\circ}}", r"90^\circ C",
+    "x'", r"\log_2 8", "10{,}000", r"2 \frac{1}{2}", r"0.\overline{3}", r"\mathrm{e}", r"13\text{ thousand}",
 )  # fmt: skip
 
 
