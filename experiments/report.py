@@ -460,9 +460,12 @@ def are_equal(differences: np.ndarray) -> bool:
 
 
 def paired_p(differences: np.ndarray) -> float | None:
-    """Return p of a two-sided t-test of mean 0; None for fewer than two values or without variance."""
+    """Return p of a two-sided t-test of mean 0; None for fewer than two values or without variance.
+
+    1 if all differences are 0, so that the contrast counts in a correction.
+    """
     if len(differences) < 2 or are_equal(differences):
-        return None
+        return 1.0 if len(differences) > 1 and not differences.any() else None
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 

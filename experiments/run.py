@@ -61,6 +61,7 @@ from experiments.declaration import warnings_of_launch
 from runtime.config import differences, flat_settings, with_paths_from
 from runtime.old_settings import present_settings, settings_of_record
 from runtime.provenance import commit_of
+from runtime.user_files import user_file_digests
 
 STUDIES = ROOT / "experiments" / "studies"
 GRACE_S = 60.0  # between SIGTERM to torchrun, which ends the ranks, and SIGKILL to surviving processes
@@ -177,9 +178,13 @@ def changed_settings(run: Run) -> list[str]:
         saved = script.Config.model_validate(with_paths_from(run.folder, values, script.Config))
     except (yaml.YAMLError, ValueError) as error:
         return [f"its config.yaml is not of this version ({' '.join(str(error).split())})"]
-    versions = run.folder / "versions.json"
-    name = json.loads(versions.read_text())["script"] if versions.is_file() else run.script.name
+    file = run.folder / "versions.json"
+    versions = {"script": run.script.name} | (json.loads(file.read_text()) if file.is_file() else {})
+    name = versions["script"]
     changes = [] if name == run.script.name else [f"--script {name} -> {run.script.name}"]
+    plugins = versions.get("plugins", {})
+    digests = user_file_digests(config).items()
+    changes += [f"{name} has changed" for name, digest in digests if plugins.get(name, digest) != digest]
     settings = differences(saved.model_dump(mode="json"), config.model_dump(mode="json"))
     return changes + [change for change in settings if not change.startswith("run.dir ")]
 
@@ -460,7 +465,7 @@ def recorded_settings(args: argparse.Namespace, recorded: dict) -> list[str]:
 
     Also model.ep_size, because plan() would set it to the number of ranks, which may have been another one.
     """
-    script = load_script(from_root(args.script))
+    script = load_script(ROOT / from_root(args.script))
     defaults = flat_settings(script.Config().model_dump(mode="json"))
     config = script.load_config(["--config", str(args.rows[0])])
     present = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
@@ -567,6 +572,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], dict | None
         args.settings = [*recorded_settings(args, recorded), *args.settings]
         args.settings += start_settings(args, start) if start else []
     runs = plan(args)
+    args.rows = [row.absolute() for row in args.rows]
     os.chdir(ROOT)  # the working directory of train_rl.py, for relative paths in settings
     todo = unfinished(runs, args.redo, args.dry_run)
     check_starts(todo, args.dry_run)

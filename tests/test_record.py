@@ -196,6 +196,15 @@ def test_verified_tokens_have_a_price(settings, num, runs, monkeypatch):
     assert len(problems) == (num or not settings) and all("drafts.token_cost" in p for p in problems)
 
 
+def test_verified_tokens_of_drafts_count_a_quarter():
+    rows = [
+        {"generated_tokens": 0, "eval/additions/avg_at_8": 0.25}, {"generated_tokens": 9},
+        {"generated_tokens": 9, "draft_tokens_total": 5}, {"generated_tokens": 20, "draft_tokens_total": 3},
+        {"generated_tokens": 20, "eval/additions/avg_at_8": 0.5},
+    ]  # fmt: skip
+    assert record.curve_of(rows) == {"tokens": [0, 22], "values": [0.25, 0.5]}
+
+
 def test_offline_scores_of_another_model_do_not_enter_the_file(runs, monkeypatch):
     read_runs = read(runs, monkeypatch)
     scores = runs / "scores.jsonl"

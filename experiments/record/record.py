@@ -27,17 +27,20 @@ records.json: [{"entry", "date", "commit", "settings", "weights", "versions", "o
 import argparse
 import datetime
 import fnmatch
+import itertools
 import json
 import math
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from experiments import report, run
 from experiments.bench.common import markdown, write_json
+from experiments.text_quality import read_rows
 from runtime.provenance import commit_of, git
 
 FOLDER = run.ROOT / "experiments" / "record"
@@ -105,17 +108,24 @@ def tokens_of(record: dict) -> dict[int, float | None]:
     return needed
 
 
+def curve_of(rows: list[dict]) -> dict[str, list[float]]:
+    """Return the curve of the rows of metrics.jsonl, with the verified tokens of drafts at their price."""
+    verified = itertools.accumulate(row.get("draft_tokens_total", 0) for row in rows)
+    evaluations = [pair for pair in zip(rows, verified) if f"eval/additions/{METRIC}" in pair[0]]
+    return {
+        "tokens": [row["generated_tokens"] + math.ceil(VERIFIED_COST * n) for row, n in evaluations],
+        "values": [row[f"eval/additions/{METRIC}"] for row, _ in evaluations],
+    }
+
+
 def track_of(rows: list[dict]) -> dict[str, float | None]:
     """Return tokens and seconds to the target of a run's metrics so far, for the track of one GPU.
 
     seconds: of the training steps until then, without start and evaluations. None: not reached yet.
     """
-    evaluations = [row for row in rows if f"eval/additions/{METRIC}" in row]
-    curve = {
-        "tokens": [row["generated_tokens"] for row in evaluations],
-        "values": [row[f"eval/additions/{METRIC}"] for row in evaluations],
-    }
-    tokens = tokens_of({"curves": {"0": curve}, "offline_tokens": 0})[0] if len(evaluations) > 1 else None
+    curve = curve_of(rows)
+    is_curve = len(curve["tokens"]) > 1
+    tokens = tokens_of({"curves": {"0": curve}, "offline_tokens": 0})[0] if is_curve else None
     steps = [row for row in rows if "seconds_per_step" in row and row["generated_tokens"] <= (tokens or 0)]
     return {"tokens": tokens, "seconds": sum(row["seconds_per_step"] for row in steps) if tokens else None}
 
@@ -257,6 +267,8 @@ def read_runs(entry: str) -> list[report.Run]:
     runs = report.read_rows([Path("runs/record")], [entry], METRIC)[entry]
     for one in runs:
         one.record.update(report.provenance(one.folder))
+    curves = [curve_of(read_rows(one.folder / "metrics.jsonl")) for one in runs]
+    runs = [replace(one, tokens=np.array(curve["tokens"])) for one, curve in zip(runs, curves)]
     return [one for one in runs if one.record["seed"] in SEEDS]
 
 
