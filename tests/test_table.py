@@ -636,6 +636,12 @@ def test_folders_of_another_version_or_script(table, tmp_path, capsys):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     del config["train"]["weight_decay"]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "own.py").write_text("def gain(inputs):\n    return inputs.ratio, {}\n")
+    assert table("a", "1", f"algorithm.gain={tmp_path}/own.py:gain") == 0
+    facts = {"script": "train_rl.py", "plugins": {f"{tmp_path}/own.py:gain": "another digest"}}
+    (tmp_path / "out" / "a" / "seed_1" / "versions.json").write_text(json.dumps(facts))
+    assert table("a", "1", f"algorithm.gain={tmp_path}/own.py:gain") == 2
+    assert "own.py:gain has changed" in capsys.readouterr().err
     for script, code in (("train_rl.py", 0), ("mine.py", 2)):
         (folder / "versions.json").write_text(json.dumps({"script": script}))
         assert table("a", "0") == code
@@ -926,6 +932,8 @@ def test_differences_that_rounding_alone_separates_have_no_p(noise, is_constant)
     differences = np.array([5 / 512, 5 / 512, 5 / 512 + noise])
     values = (report.paired_p(differences), report.detectable_difference(differences))
     assert (values == (None, None)) == is_constant
+    assert report.paired_p(np.zeros(3)) == 1.0 and report.paired_p(np.zeros(1)) is None
+    assert report.holm([0.03, report.paired_p(np.zeros(3))]) == [0.06, 1.0]
 
 
 BLOCKED = {"off": [0.25, 0.5, 0.75, 0.25, 0.5, 0.5], "on": [0.5, 0.5, 0.75, 0.75, 0.5, 0.75]}  # by seed
