@@ -649,7 +649,7 @@ def test_folders_of_another_version_or_script(table, tmp_path, capsys):
     config["train"]["gone"] = 1
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     assert table("a", "0") == 2 and "config.yaml" in capsys.readouterr().err
-    assert len(done(tmp_path / "out")) == 1
+    assert len(done(tmp_path / "out")) == 2
 
 
 def test_a_failed_run_is_reported_and_all_other_runs_continue(table, tmp_path, monkeypatch, capsys):
