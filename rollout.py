@@ -684,6 +684,7 @@ def sampling_params(request: Request, stop_ids: list[int], stop_texts: list[str]
         stop=stop_texts,
         include_stop_str_in_output=bool(stop_texts),
         detokenize=bool(stop_texts),  # reward workers turn tokens into text
+        skip_special_tokens=not stop_texts,  # a stop text may contain some
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # the object is not shared by requests
     )

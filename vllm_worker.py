@@ -67,18 +67,21 @@ def draw_seeded_tokens() -> None:
 
     vLLM draws exponential noise for the whole vocabulary twice, once for all requests and once more for each
     request with a seed: half of the time of an engine of SmolLM2 (49,152 tokens, 32 requests). Here a request
-    takes one uniform number from its generator, or in a small vocabulary vLLM's second noise alone.
+    takes one uniform number from its generator, or in a small vocabulary vLLM's second noise alone, so that
+    no other request changes its tokens. Greedy requests have no generator, and their tokens are replaced.
     """
     from vllm.v1.sample.ops import topk_topp_sampler as ops
 
     def forward(sampler, logits_BV, generators, k, p):
-        if len(generators) < len(logits_BV) or sampler.logprobs_mode != "processed_logprobs":
+        is_small = logits_BV.shape[1] <= SMALL_VOCAB
+        is_mixed = len(generators) < len(logits_BV)
+        if is_small and is_mixed or sampler.logprobs_mode != "processed_logprobs":
             return sampler.forward_of_vllm(logits_BV, generators, k, p)
         logits_BV = ops.apply_top_k_top_p(logits_BV, k, p)
         logprobs_BV = logits_BV.log_softmax(dim=-1, dtype=torch.float32)
         probs_BV = logits_BV.softmax(dim=-1, dtype=torch.float32)
-        ordered = [generators[row] for row in range(len(probs_BV))]
-        if probs_BV.shape[1] <= SMALL_VOCAB:
+        ordered = [generators.get(row) for row in range(len(probs_BV))]  # None: the process's own
+        if is_small:
             noise_BV = torch.stack([torch.empty_like(probs_BV[0]).exponential_(generator=g) for g in ordered])
             return ops.sample_with_exponential_noise(probs_BV, noise_BV), logprobs_BV
         u_B = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in ordered])

@@ -43,6 +43,8 @@ def moe_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> Pretrai
     fields = {name: getattr(dense, name) for name in SHARED_FIELDS if hasattr(dense, name)}
     if getattr(dense, "attention_bias", False) or getattr(dense, "mlp_bias", False):
         raise ValueError(f"--model: a {dense.model_type} with biases has no MoE family of the same layers")
+    if getattr(dense, "use_sliding_window", False):
+        raise ValueError("--model: use_sliding_window is true, and the MoE would attend to all tokens")
     if dense.model_type == "llama":
         return MixtralConfig(
             **fields, intermediate_size=dense.intermediate_size, num_local_experts=num_experts,
@@ -121,8 +123,11 @@ def upcycle(
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder of safetensors; ValueError if there are none."""
+    """Return all tensors of a folder of safetensors, or of its index; ValueError if there are none."""
     files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():  # the folder may have files of an earlier save
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
     if not files:
         raise ValueError(f"--model: {folder} contains no *.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

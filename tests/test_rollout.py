@@ -191,6 +191,9 @@ def test_seeded_requests_draw_from_the_engines_probabilities(vocab_size, top_k, 
     tokens, logprobs = drawn(sampler, seeds, logits_V, top_k)
     assert logits_V[tokens].isfinite().all()
     assert torch.equal(drawn(sampler, seeds[7:8], logits_V, top_k)[0], tokens[7:8])
+    k_2 = None if top_k is None else torch.full((2,), top_k)  # beside a greedy request, without a generator
+    beside, _ = sampler(logits_V.repeat(2, 1), {1: torch.Generator().manual_seed(7)}, k_2, None)
+    assert beside[1] == tokens[7]
     if vocab_size == 98:
         theirs, same = drawn(sampler.forward_of_vllm, seeds, logits_V, top_k)
         assert torch.equal(tokens, theirs) and torch.equal(logprobs, same)
@@ -325,14 +328,19 @@ def test_completions_end_at_the_stops_of_the_settings(folder, engine, tokenizer,
     texts = [tokenizer.decode(c.token_ids) for c in plain]
     stop_text = next(text[i : i + 2] for text in texts for i in range(5, 9) if "<" not in text[i : i + 2])
     stop_token = next(c for c in plain if len(c.token_ids) > 7).token_ids[7]
-    stop_ids, stop_texts = stops_of(folder, tokenizer, [stop_text, stop_token])
+    special = {*tokenizer.get_added_vocab().values()} - {tokenizer.eos_token_id}
+    pairs = [c.token_ids[i : i + 2] for c in plain for i in range(len(c.token_ids) - 1)]
+    special_text = next(tokenizer.decode(pair) for pair in pairs if pair[0] in special)
+    stop_ids, stop_texts = stops_of(folder, tokenizer, [stop_text, stop_token, special_text])
     monkeypatch.setattr(engine, "stop_ids", stop_ids)
     monkeypatch.setattr(engine, "stop_texts", stop_texts)
     expected = []
     for completion in plain:
         ids = completion.token_ids
         prefixes = [ids[:n] for n in range(1, len(ids) + 1)]
-        ends = [p[-1] == stop_token or tokenizer.decode(p).endswith(stop_text) for p in prefixes]
+        ends = [
+            p[-1] == stop_token or tokenizer.decode(p).endswith((stop_text, special_text)) for p in prefixes
+        ]
         expected.append(prefixes[ends.index(True)] if any(ends) else ids)
     stopped = engine.generate(requests, 0)
     assert token_ids(stopped) == expected != token_ids(plain)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from data import smollm2, upcycle
@@ -126,6 +127,19 @@ def test_a_family_without_a_moe_is_refused(tmp_path):
     make_dense(tmp_path / "dense", "qwen2")
     with pytest.raises(SystemExit, match="qwen2"):
         upcycle.main(["--model", f"{tmp_path}/dense", "--output", f"{tmp_path}/moe"])
+    make_dense(tmp_path / "windows", "qwen3")
+    config = json.loads((tmp_path / "windows" / "config.json").read_text()) | {"use_sliding_window": True}
+    (tmp_path / "windows" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="use_sliding_window"):
+        upcycle.main(["--model", f"{tmp_path}/windows", "--output", f"{tmp_path}/moe"])
+
+
+def test_files_of_an_earlier_save_are_not_read(tmp_path):
+    for name, value in (("model", 1.0), ("model-00001-of-00002", 2.0), ("model-00009-of-00009", 3.0)):
+        save_file({"a": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert upcycle.read_weights(tmp_path)["a"].tolist() == [2.0, 2.0]
 
 
 def test_a_package_of_another_digest_is_refused_before_it_is_opened(tmp_path):
