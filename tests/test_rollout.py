@@ -331,20 +331,19 @@ def test_completions_end_at_the_stops_of_the_settings(folder, engine, tokenizer,
     special = {*tokenizer.get_added_vocab().values()} - {tokenizer.eos_token_id}
     pairs = [c.token_ids[i : i + 2] for c in plain for i in range(len(c.token_ids) - 1)]
     special_text = next(tokenizer.decode(pair) for pair in pairs if pair[0] in special)
-    stop_ids, stop_texts = stops_of(folder, tokenizer, [stop_text, stop_token, special_text])
-    monkeypatch.setattr(engine, "stop_ids", stop_ids)
-    monkeypatch.setattr(engine, "stop_texts", stop_texts)
-    expected = []
-    for completion in plain:
-        ids = completion.token_ids
-        prefixes = [ids[:n] for n in range(1, len(ids) + 1)]
-        ends = [
-            p[-1] == stop_token or tokenizer.decode(p).endswith((stop_text, special_text)) for p in prefixes
-        ]
-        expected.append(prefixes[ends.index(True)] if any(ends) else ids)
-    stopped = engine.generate(requests, 0)
-    assert token_ids(stopped) == expected != token_ids(plain)
-    assert [len(completion.logprobs) for completion in stopped] == list(map(len, expected))
+    for stops in ([stop_text, stop_token], [special_text]):
+        stop_ids, stop_texts = stops_of(folder, tokenizer, stops)
+        monkeypatch.setattr(engine, "stop_ids", stop_ids)
+        monkeypatch.setattr(engine, "stop_texts", stop_texts)
+        expected = []
+        for completion in plain:
+            ids = completion.token_ids
+            prefixes = [ids[:n] for n in range(1, len(ids) + 1)]
+            ends = [p[-1] in stop_ids or tokenizer.decode(p).endswith(tuple(stop_texts)) for p in prefixes]
+            expected.append(prefixes[ends.index(True)] if any(ends) else ids)
+        stopped = engine.generate(requests, 0)
+        assert token_ids(stopped) == expected != token_ids(plain)
+        assert [len(completion.logprobs) for completion in stopped] == list(map(len, expected))
 
 
 @pytest.mark.parametrize("stopped", [False, True])
