@@ -156,8 +156,8 @@ def zero_variance_after(probe: GroupOutcome, history: PromptHistory, step: int, 
 
     The remaining completions would all have to get the score of the probe. Their probability is estimated
     from the probe and, unless it has expired as in skip_prob(), from the record. 0 if the probe has variance
-    already, if most of its verdicts failed so that fewer than two are valid, and if all scores of the probe
-    are the same fraction, for example 0.5, because the record does not count fractions.
+    already, if only one verdict of several is valid, and if all scores of the probe are the same fraction,
+    for example 0.5, because the record does not count fractions.
     """
     zero = config.zero_variance
     is_right = probe.solved == probe.valid

@@ -296,7 +296,7 @@ class Described:
     def is_completed(self, prompt: int, probe: list[bool | None]) -> bool:
         """Say whether a group gets all completions after the probe."""
         verdicts = [v for v in probe if v is not None]
-        if len(set(verdicts)) != 1:  # verdicts differ, or all timed out
+        if len(set(verdicts)) != 1 or len(verdicts) < min(2, len(probe)):  # they differ, or most timed out
             return True
         is_known = self.visits[prompt] and not self.is_expired(prompt)
         right, wrong = self.record(prompt) if is_known else (0.0, 0.0)
