@@ -324,6 +324,16 @@ def task_lines(data: dict | list[dict]) -> list[str]:
     return markdown(heads, rows)
 
 
+def held_out_lines(data: list[dict]) -> list[str]:
+    """Return the table of other held-out sets, from figures of evaluate.py --json before and after."""
+    rows = []
+    for of_set in data:
+        shares = [of_set[when]["accuracy"] for when in ("before", "after")]
+        cells = [f"{share['mean']:.3f} ({share['low']:.3f} to {share['high']:.3f})" for share in shares]
+        rows.append([of_set["set"], of_set["before"]["num_prompts"], of_set["max_new_tokens"], *cells])
+    return markdown(["set", "prompts", "tokens at most", "before (95 %)", "after (95 %)"], rows)
+
+
 def tables_of(data: dict) -> list[str]:
     """Return the tables of a record: all prompts, then the tasks."""
     return [*table_lines(data), "", *(task_lines(data) if data["num_by_task"] else [])]
