@@ -330,8 +330,9 @@ def held_out_lines(data: list[dict]) -> list[str]:
     for of_set in data:
         shares = [of_set[when]["accuracy"] for when in ("before", "after")]
         cells = [f"{share['mean']:.3f} ({share['low']:.3f} to {share['high']:.3f})" for share in shares]
-        rows.append([of_set["set"], of_set["before"]["num_prompts"], of_set["max_new_tokens"], *cells])
-    return markdown(["set", "prompts", "tokens at most", "before (95 %)", "after (95 %)"], rows)
+        cells.append(f"{of_set['gained']} gained, {of_set['lost']} lost, p {of_set['sign_test_p']:.2g}")
+        rows.append([of_set["set"], of_set["before"]["num_prompts"], *cells])
+    return markdown(["set", "prompts", "before (95 %)", "after (95 %)", "prompts, sign test"], rows)
 
 
 def tables_of(data: dict) -> list[str]:
