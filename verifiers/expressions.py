@@ -240,7 +240,7 @@ def is_math(parsed: list) -> bool:
 # ------------------------------------------------------------------------------------------------------------
 # Comparison
 # ------------------------------------------------------------------------------------------------------------
-_LETTERS = re.compile(TEXT_COMMAND + r"\{[^{}]*\}|\\?[A-Za-z]+")
+_LETTERS = re.compile(TEXT_COMMAND + r"\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]")
 
 
 def with_cases_apart(*texts: str) -> list[str]:
@@ -248,25 +248,14 @@ def with_cases_apart(*texts: str) -> list[str]:
 
     latex2sympy turns capitals into small letters. A text with I and without i would become imaginary.
     """
-    words = [
-        {w for word in _LETTERS.findall(text) for w in ([word] if "\\" in word else word)} for text in texts
-    ]
-    used = set().union(*words)
-    apart = {
-        word for of_text in words for word in of_text if word != word.lower() and word.lower() in of_text
-    }
+    found = [{name for name in _LETTERS.findall(text) if "{" not in name} for text in texts]
+    used = set().union(*found)
+    apart = {name for names in found for name in names if name != name.lower() and name.lower() in names}
     unused = iter([letter for letter in "zyxqpobruw" if not {letter, letter.upper()} & used])
-    names = {word: next(unused, word) for word in sorted(apart) if "{" not in word}
-    if "I" in words[-1] and "i" not in words[-1]:
-        names |= dict.fromkeys("Ii", next(unused, "I"))
-
-    def renamed(match: re.Match) -> str:
-        word = match[0]
-        return (
-            names.get(word, word) if "\\" in word else "".join(names.get(letter, letter) for letter in word)
-        )
-
-    return [_LETTERS.sub(renamed, text) for text in texts]
+    renamed = {name: next(unused, name) for name in sorted(apart)}
+    if "I" in found[-1] and "i" not in found[-1]:
+        renamed |= dict.fromkeys("Ii", next(unused, "I"))
+    return [_LETTERS.sub(lambda match: renamed.get(match[0], match[0]), text) for text in texts]
 
 
 def equal(content: str, answer: str, sums: bool = False) -> bool:
