@@ -42,7 +42,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 import lifecycle
 import moe_model
 import train_rl
-from batch import Completion, Group, Turn
+from batch import Completion, Group, RolloutBatch, Turn
 from configure import config_warnings
 from reward import Verdict
 from rollout import invalid_route
@@ -98,6 +98,19 @@ def make_completions() -> list[dict]:
     for ids in completions[4]["routes"].values():
         ids[-1] = INVALID_ROUTE  # the row that predicts the last token
     return completions
+
+
+@pytest.mark.parametrize("versions, chosen", [([5, 4, 5, 5], 2), ([5, 4, 4, 5], 1), (None, 1)])
+def test_a_prompt_takes_the_first_valid_routes_of_the_newest_policy(versions, chosen):
+    """The capture of the first completion is invalid; the last has another prompt."""
+    batch = RolloutBatch.__new__(RolloutBatch)
+    batch.prompt_ids = [[1, 2, 3]] * 3 + [[4, 5]]
+    batch.policy_versions = versions and torch.tensor(versions)[:, None]
+    routes = [torch.full((4, 1, 1), expert, dtype=torch.uint8) for expert in (255, 1, 2, 9)]
+    batch.share_prompt_routes(routes)
+    assert [ids.flatten().tolist() for ids in routes] == [
+        [chosen, chosen, 255, 255], [chosen, chosen, 1, 1], [chosen, chosen, 2, 2], [9, 9, 9, 9],
+    ]  # fmt: skip
 
 
 def replay_case(name, *rows, replay="r3", ids="given", old="given", model="mixed", **options) -> dict:

@@ -418,6 +418,10 @@ def test_impossible_rows_are_dropped_and_again_on_resume(tmp_path, monkeypatch):
         (tmp_path / "dropped_rows.jsonl").write_text(json.dumps(row | {"kind": "math"}) + "\n")
         texts = texts_after_drop(checkpoint, train="math", b="exact")
         assert texts == {"": "r", "b": "qr"}, "a resumed run trains on the prompts of the first start"
+        row |= {"set": "train", "kind": "math"}
+        (tmp_path / "dropped_rows.jsonl").write_text(json.dumps(row) + "\n")
+        assert texts_after_drop(checkpoint, train="exact") == {"": "qr"}  # refused later, as other prompts
+        assert texts_after_drop(checkpoint, train="math") == {"": "r"}, "the list outlives a refused resume"
 
 
 # ---- the pool ----------------------------------------------------------------------------------------------

@@ -224,6 +224,13 @@ def test_an_invalid_list_of_stages_is_refused(case):
     assert all(keyword in message for keyword in keywords.split(" ")), message
 
 
+def test_a_scale_may_belong_to_the_function_of_one_stage():
+    stages = f"[{{name: a, until: {{steps: 3}}, data: {{train: [{{path: x, kind: 'm:f'}}]}}}}, {B}]"
+    load(stages, "reward.scale={'m:f': [-1, 1]}")
+    with pytest.raises(ValueError, match="reward.scale"):
+        load(stages, "reward.scale={'m:g': [-1, 1]}")
+
+
 def test_settings_of_stages_have_names_and_a_written_config_loads_as_the_same(tmp_path):
     config = load(f"[{A}, {{name: b, rollout: {{group_size: 4}}}}]")
     dump = config.model_dump(mode="json")
