@@ -21,7 +21,6 @@ from helpers import (
 
 import train_rl
 from batch import UNFINISHED, Group, RolloutBatch, collate
-from experiments.bench.carried import predicted_gain, seconds_of, trained_by_tenth
 from extras import base
 from extras.carry import Carried
 from runtime.checks import check_parity
@@ -242,32 +241,3 @@ def test_a_run_with_waiting_completions_resumes_exactly(settings, tmp_path):
     if "train.learning_rate=1e-30" in settings:
         assert max(row["abs_dlogp"] for row in steps if "abs_dlogp" in row) < 1e-4
     assert_resumes_exactly(straight, 5, *settings)
-
-
-# ---- the benchmark -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("groups, seconds, low, high, dropping", [
-    ([[50] * 8], (1, 0), 1, 1, 1),  # equal lengths: nothing to gain
-    # One late completion in ten groups. Free tokens: 14.5 groups in 13.2 steps (200 if five are late,
-    # p = .017), in place of 16 in 165.
-    ([[10] * 8] * 9 + [[10] * 7 + [200]], (1, 0), 2, 5, 14.5 / 13.2 * 164.8 / 16),
-    # Each token costs: carrying saves none, dropping the last 190 of a late completion.
-    ([[10] * 8] * 9 + [[10] * 7 + [200]], (0, 1), 0.97, 1.03, 0.9 * (80 + 19) / 80),
-])  # fmt: skip
-def test_the_predicted_gain_of_carrying_and_of_dropping(groups, seconds, low, high, dropping):
-    assert low <= predicted_gain(groups, 16, 0.75, 2, seconds) <= high
-    assert predicted_gain(groups, 16, 0.75, 2, seconds, drops=True) == pytest.approx(
-        dropping, rel=0.3
-    )  # 300 draws
-    rows = [
-        {"completion_tokens_max": a, "tokens_total": b, "seconds/rollout": a * 0.5 + b * 0.25}
-        for a, b in ((3, 9), (5, 11), (4, 30))
-    ]
-    assert seconds_of(rows) == pytest.approx((0.5, 0.25))
-
-
-def test_shares_of_trained_prompts_by_tenth():
-    lengths = torch.arange(100.0, 0, -1)
-    waiting = {"tried": torch.full((100,), 8.0), "mean_tokens": lengths, "solved": lengths % 9}
-    carrying = {"tried": (lengths <= 95) * 8.0}
-    shares = trained_by_tenth(waiting, carrying)
-    assert shares["length"] == [1.0] * 9 + [0.5] and sum(shares["pass rate"]) == pytest.approx(9.5)

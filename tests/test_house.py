@@ -312,16 +312,16 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 4065,
-    "lines of Python, data": 4553,
+    "lines of Python, data": 4575,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8944,
-    "lines of Python, extras": 1949,
+    "lines of Python, experiments": 8803,
+    "lines of Python, extras": 1968,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5028,
-    "lines of Python, tests": 29765,
+    "lines of Python, runtime": 5043,
+    "lines of Python, tests": 29905,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11485,
-    "lines of Python, verifiers": 3473,
+    "lines of Python, the root": 11530,
+    "lines of Python, verifiers": 3507,
 }
 
 
