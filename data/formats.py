@@ -100,17 +100,17 @@ def find_files(path: str, local: str, split: str) -> list[str]:
 def files_of_folder(path: str, folder: str, split: str) -> list[str]:
     """List the data files of a folder whose names begin with the split, for example train1.jsonl.
 
-    If no name begins with any split, these are all data files. ValueError if names begin with others only.
+    If no name does, these are all data files. ValueError if they are of several splits.
     """
     files = sorted(file for file in os.listdir(folder) if file.endswith(FILE_SUFFIXES) and file[0] != ".")
     if not files:
         raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file, with or without .gz")
     split_files = [file for file in files if re.match(rf"{re.escape(split)}(?![A-Za-z])", file)]
-    others = [file for file in files if re.match(SPLITS, file)]
-    if others and not split_files:
+    others = {match[1].lower() if (match := re.match(SPLITS, file)) else None for file in files}
+    if len(others) > 1 and not split_files:
         raise ValueError(
-            f"{path}: no file begins with the split {split!r}, but {others[0]} with another: set `split`, or "
-            "write a file or a pattern in place of the folder"
+            f"{path}: no file begins with the split {split!r}, and {files[0]} and {files[-1]} are not of one split; "
+            "set `split`, or name a file or a pattern"
         )
     return [os.path.join(folder, file) for file in split_files or files]
 

@@ -647,12 +647,13 @@ def test_a_saved_set_without_the_split_and_broken_files_of_a_folder_are_named(tm
 @pytest.mark.parametrize("names, split, read", [
     ("train1 train2 test1", "train", "train1 train2"), ("train-0 train1 trains", "train", "train-0 train1"),
     ("a b", "train", "a b"), ("training test0", "train", None), ("train0 TEST", "other", None),
+    ("a test", "train", None), ("test0 test1", "train", "test0 test1"),
 ])  # fmt: skip
 def test_files_of_a_folder_by_split(names, split, read, tmp_path):
     for name in names.split():
         write_lines(tmp_path / f"{name}.jsonl", PLAIN)
     if read is None:
-        with refuses(str(tmp_path), f"'{split}'", "with another"):
+        with refuses(str(tmp_path), f"'{split}'", "not of one split"):
             load_tables(str(tmp_path), split=split)
     else:
         tables = [os.path.basename(name) for name, _ in load_tables(str(tmp_path), split=split)]

@@ -149,7 +149,7 @@ def test_the_demo_learns(finished):
 PLACEHOLDER = re.compile(r"(?<![A-Za-z])(SET|PHASE|KIND|[KDS])(?![A-Za-z])")
 OF_OTHER_RUNS = {  # of test_carry.py, test_drafts.py, test_lora.py and others
     "ref_kl_k3", "part/KIND/mean", "stage", "teacher_frac", "teacher_kl_k1", "account/teacher_tokens_total",
-    "eval/SET/accuracy_task_T", "lora/merged_frac",
+    "eval/SET/accuracy_task_T", "lora/merged_frac", "account/wasted_late_tokens_total",
     "judge/unreadable_frac", "token_age_mean", "token_age_tenth_K", "carried_groups", "carry_dropped_total",
     "draft_tokens_total", "draft_accepted_frac", "draft_whole_frac", "draft_dropped_total", "draft_tail",
 }  # fmt: skip
