@@ -109,8 +109,8 @@ def files_of_folder(path: str, folder: str, split: str) -> list[str]:
     others = {match[1].lower() if (match := re.match(SPLITS, file)) else None for file in files}
     if len(others) > 1 and not split_files:
         raise ValueError(
-            f"{path}: no file begins with the split {split!r}, and {files[0]} and {files[-1]} are not of one split; "
-            "set `split`, or name a file or a pattern"
+            f"{path}: no file begins with the split {split!r}, and {files[0]} and {files[-1]} are not of one "
+            "split; set `split`, or name a file or a pattern"
         )
     return [os.path.join(folder, file) for file in split_files or files]
 
