@@ -485,7 +485,7 @@ def load_data(
     parts = {name for prompt in loaded.train for _, name in parts_of(prompt.kind)}
     for part in {stage_config.zero_variance.part for stage_config in configs} - {None, *parts}:
         raise ValueError(
-            f"zero_variance.part: no prompt has the part {part!r}, but {', '.join(sorted(parts))}"
+            f"zero_variance.part: no prompt has the part {part!r}; choose from {', '.join(sorted(parts))}"
         )
     drop_impossible(loaded, pool, config, checkpoint)
     windows = [

@@ -25,7 +25,7 @@ from pathlib import Path
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FILE_SUFFIXES = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES))
 OTHER_SUFFIXES = (".txt", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2", ".xlsx", ".ndjson", ".pkl")
-SPLITS = r"(?i)(train|training|test|testing|valid|validation|val|dev|eval)(?![a-z])"  # begins of file names
+SPLITS = r"(?i)(train|training|test|testing|valid|validation|val|dev|eval)(?![a-z])"  # in names of files
 HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 
 Table = tuple[str, list[dict]]  # (name of the file or hub dataset, for error messages; rows)

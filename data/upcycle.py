@@ -123,7 +123,7 @@ def upcycle(
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder of safetensors, or of its index; ValueError if there are none."""
+    """Return all tensors of a folder, or of the files that its index names; ValueError if there are none."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():  # the folder may have files of an earlier save

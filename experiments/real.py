@@ -39,6 +39,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
 
 import yaml
+from scipy.stats import binomtest
 
 from data import smollm2
 from experiments.bench.common import markdown, mean_with_range, replace_text, torchrun, write_json
@@ -61,7 +62,7 @@ CONFIG = "experiments/environments/real_{}.yaml"
 NUM_RANKS = 2
 DISK_BYTES = 16e9  # models 2 GB, export 1.5 GB, checkpoints of 6 GB each, of which two exist for a moment
 MEMORY_BYTES = 16e9  # below, training is refused; it has taken 20 GB
-OF_TRAINING = ("data.train", "data.eval", "rollout.capture_routes", "rollout.sleep_level")
+OF_TRAINING = ("data.train", "data.eval", "rollout.capture_routes", "rollout.sleep_level")  # not handed on
 NUM_TEXTS = 5  # texts of the report, where rows have no tasks
 NUM_WRITTEN = 32  # instructions that a model of tasks answers, to measure its texts
 NUM_MEASURED = 128  # answers to tasks whose perplexity is measured
@@ -330,7 +331,8 @@ def held_out_lines(data: list[dict]) -> list[str]:
     for of_set in data:
         shares = [of_set[when]["accuracy"] for when in ("before", "after")]
         cells = [f"{share['mean']:.3f} ({share['low']:.3f} to {share['high']:.3f})" for share in shares]
-        cells.append(f"{of_set['gained']} gained, {of_set['lost']} lost, p {of_set['sign_test_p']:.2g}")
+        p = binomtest(of_set["gained"], of_set["gained"] + of_set["lost"]).pvalue
+        cells.append(f"{of_set['gained']} gained, {of_set['lost']} lost, p {p:.2g}")
         rows.append([of_set["set"], of_set["before"]["num_prompts"], *cells])
     return markdown(["set", "prompts", "before (95 %)", "after (95 %)", "prompts, sign test"], rows)
 
@@ -377,11 +379,9 @@ def collect(run_dirs: list[Path], file: Path | None) -> None:
     records = [json.loads((run_dir / "record.json").read_text()) for run_dir in run_dirs]
     if len({record["seed"] for record in records}) < len(records):
         raise ValueError("--collect: two of the runs have the same train.seed")
-    for run_dir, record in zip(run_dirs, records):
-        alike = [
-            (r["settings"], r["summary"]["num_steps"], r["versions"]["data"]) for r in (record, records[0])
-        ]
-        if alike[0] != alike[1]:
+    keys = [(r["settings"], r["summary"]["num_steps"], r["versions"]["data"]) for r in records]
+    for run_dir, key in zip(run_dirs, keys):
+        if key != keys[0]:
             raise ValueError(f"--collect: {run_dir} has other settings, steps or prompts than {run_dirs[0]}")
     records = [record | ({"texts": []} if number else {}) for number, record in enumerate(records)]
     print("\n".join([*table_lines(records), "", *task_lines(records)]))

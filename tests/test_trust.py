@@ -7,6 +7,7 @@ import math
 import os
 import stat
 import subprocess
+import typing
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +189,7 @@ def test_a_counter_that_no_run_writes_is_refused(name, value, tmp_path):
 
 def example(
     count: int, share: float = 1.0, names: list[str] | None = None, deep: bool | None = None, x=None,
-    old: list = (), table: dict | None = None,
+    old: typing.List = (), table: typing.Dict | None = None,  # noqa: UP006
 ):  # fmt: skip
     """A tool."""
 

@@ -267,7 +267,7 @@ PIECES = {
         "step of TRL / step of `real`": "2 or more (a guess)",
     }, 120, 1, (*TRAINER, "gguf", "trl"), 20),
     "record": Piece(record, "tokens and seconds to a pass@1 of 0.75, three seeds", {
-        "seed 0: tokens": "75,298: the mean on CPUs", "seed 0: seconds": "15: 65 steps of 0.2 s (a guess)",
+        "seed 0: tokens": "53,639: the mean on CPUs", "seed 0: seconds": "15: 50 steps of 0.3 s (a guess)",
     }, 320, 3, TRAINER, 20),
 }  # fmt: skip
 
