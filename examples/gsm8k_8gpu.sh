@@ -42,7 +42,7 @@ echo "== 1 of 4: questions of GSM8K"
 "$PYTHON" -m data.gsm8k --output "$DATA" ${TRAIN:+--train "$TRAIN"} ${TEST:+--test "$TEST"}
 
 echo "== 2 of 4: the model before training"
-[ -f "$RUN/before.json" ] || evaluate "$MODEL" before
+[ -f "$RUN/before.html" ] || evaluate "$MODEL" before
 
 echo "== 3 of 4: training"
 torchrun train_rl.py --config examples/gsm8k_8gpu.yaml --config "$METHOD" model.path="$MODEL" run.dir="$RUN" \

@@ -32,7 +32,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -203,12 +203,27 @@ def mean_figures(figures: list[dict[str, float]], seed: int) -> dict:
     return {"num_prompts": len(table)} | {n: {"mean": m, "low": lo, "high": hi} for n, m, lo, hi in means}
 
 
-def level_labels(difficulties: list[float | None]) -> dict[float, str]:
-    """Label each difficulty by the number or, if there are many, by a range such as "10 to 19".
+def level_labels(rows: Iterable[dict]) -> dict[tuple[str, float], str]:
+    """Return {(set, difficulty): label} in order; of several sets a label begins with the set.
+
+    The difficulties of two sets have different units, so that they are never counted together.
+    """
+    by_set: dict[str, list[float]] = {}
+    for row in rows:
+        if row["difficulty"] is not None:
+            by_set.setdefault(row["source"], []).append(row["difficulty"])
+    return {
+        (name, value): label if len(by_set) == 1 else f"{name} {label}"
+        for name, values in by_set.items()
+        for value, label in range_labels(sorted(values)).items()
+    }
+
+
+def range_labels(values: list[float]) -> dict[float, str]:
+    """Label each of the sorted difficulties by its number or, if there are many, by a range: "10 to 19".
 
     The ranges have about equally many prompts.
     """
-    values = sorted(value for value in difficulties if value is not None)
     distinct = sorted(set(values))
     if len(distinct) <= MAX_LEVELS:
         return {value: f"{value:g}" for value in distinct}
@@ -224,9 +239,9 @@ def all_figures(rows: list[dict], seed: int) -> dict:
     groups: dict[int, list[dict]] = {}
     for row in rows:
         groups.setdefault(row["prompt_index"], []).append(row)
-    labels = level_labels([group[0]["difficulty"] for group in groups.values()])
+    labels = level_labels(group[0] for group in groups.values())
     by_source: dict[str, list[dict]] = {}
-    by_level: dict[str, list[dict]] = {labels[value]: [] for value in sorted(labels)}
+    by_level: dict[str, list[dict]] = {label: [] for label in labels.values()}
     by_task: dict[str, list[dict]] = {}
     rows_of_task: dict[str, list[dict]] = {}
     all_prompts = []
@@ -234,8 +249,8 @@ def all_figures(rows: list[dict], seed: int) -> dict:
         figures = prompt_figures(group)
         all_prompts.append(figures)
         by_source.setdefault(group[0]["source"], []).append(figures)
-        if group[0]["difficulty"] is not None:
-            by_level[labels[group[0]["difficulty"]]].append(figures)
+        if label := labels.get((group[0]["source"], group[0]["difficulty"])):
+            by_level[label].append(figures)
         if task := group[0].get("task"):
             by_task.setdefault(task, []).append(figures)
             rows_of_task.setdefault(task, []).append(group[0])
@@ -532,7 +547,8 @@ def samples_page(*places: Path) -> str:
 
     places: folders of runs, for their samples.jsonl, or files of rows: samples.jsonl, eval_samples.jsonl, or
     --completions of this program. Completions of one prompt stand side by side, labelled with the place and
-    the step of an evaluation. Rows with token_ids show tokens.
+    the step of an evaluation. Of several places the text tells which prompts are one, because numbers shift
+    with the sets beside them. Rows with token_ids show tokens if their place is the folder of a run.
     """
     names = [places[0].resolve().name] if len(places) == 1 else list(map(str, places))
     rows = []
@@ -548,11 +564,13 @@ def samples_page(*places: Path) -> str:
             has_tokens = tokenizer is not None and "token_ids" in row
             pieces = text_pieces(tokenizer, row["token_ids"]) if has_tokens else []
             details.append(token_details(row, pieces) if has_tokens else None)
-            rows.append(
-                {**row, **({"step": None} if is_evaluation else {}), **({"label": label} if label else {})}
-            )
+            changes = {"step": None} if is_evaluation else {}
+            changes |= {"label": label} if label else {}
+            rows.append(row | changes | ({"prompt_index": None} if len(places) > 1 else {}))
+    order = sorted(range(len(rows)), key=lambda n: rows[n].get("step") or 0)  # steps of two runs by turns
+    rows = [rows[n] for n in order]
     prompts, groups = group_rows(rows)
-    prompt_details = [[details[number] for number in numbers] for numbers in groups]
+    prompt_details = [[details[order[number]] for number in numbers] for numbers in groups]
     return build_page(samples_header(names, rows, len(prompts)), prompts, prompt_details)
 
 
@@ -581,23 +599,40 @@ def tokenizer_of_run(run_dir: Path):
 
 
 def samples_header(names: list[str], rows: list[dict], num_groups: int) -> dict:
-    """Return the header of the page of completions of runs or files with these names."""
+    """Return the header of the page of completions of runs or files with these names.
+
+    Tiles show the first and the last of the models that have labels, and a table shows all.
+    """
     steps = sorted({row["step"] for row in rows if row.get("step") is not None})
-    rewards = [row["reward"] for row in rows]
-    last_rewards = rewards[-max(1, len(rows) // 10) :]
-    right = sum(row["status"] == "ok" for row in rows) / len(rows)
-    figures = [
-        ("mean reward", sum(rewards) / len(rewards), "over all samples"),
-        ("at the end", sum(last_rewards) / len(last_rewards), "reward, last tenth"),
-        ("right", right, "share of the samples"),
-    ]
-    tiles = [{"name": label, "unit": "share", "mean": value, "note": note} for label, value, note in figures]
+    parts: dict[str, list[dict]] = {}
+    for row in rows:
+        parts.setdefault(row.get("label", ""), []).append(row)
+    figures: dict[str, dict] = {}
+    for label, part in parts.items():
+        rewards = [row["reward"] for row in part]
+        figures[label] = {"mean reward": (rewards, "over all samples")}
+        if steps:
+            figures[label]["at the end"] = (rewards[-max(1, len(part) // 10) :], "reward, last tenth")
+        figures[label]["right"] = ([row["status"] == "ok" for row in part], "share of the samples")
+    cells = {
+        label: [
+            {"name": f"{label} {name}".strip(), "unit": "share", "low": None, "note": note,
+             "mean": sum(values) / len(values)}
+            for name, (values, note) in of_label.items()
+        ]
+        for label, of_label in figures.items()
+    }  # fmt: skip
+    first, last = next(iter(cells)), next(reversed(cells))
+    tiles = [tile for label in dict.fromkeys((first, last)) for tile in cells[label]]
+    columns = ["model", "samples", *figures[first]]
+    table = [[label, len(parts[label]), *cells[label]] for label in cells]
+    tables = [{"name": "By model", "columns": columns, "rows": table}] if len(table) > 1 else []
     facts = [["steps", f"{steps[0]} to {steps[-1]}"]] if steps else []
     facts += [["groups", num_groups], ["completions", len(rows)], *reading_notes(rows)]
     return {
         "title": f"{' and '.join(names)}: {'samples of the training' if steps else 'evaluations'}",
-        "facts": facts, "tiles": tiles, "tables": [], "mode": "samples" if steps else "evaluation",
-        "bins": 0 if steps else 10, "layers": [], "num_experts": 0,
+        "facts": facts, "tiles": tiles, "tables": tables, "mode": "samples" if steps else "evaluation",
+        "pooled": len(parts) > 1, "bins": 0 if steps else 10, "layers": [], "num_experts": 0,
     }  # fmt: skip
 
 
@@ -955,7 +990,7 @@ def write_results(args: argparse.Namespace, result: dict, rows: list[dict]) -> N
 
 def evaluation_page(result: dict, rows: list[dict], tokenizer) -> str:
     """Return the page of an evaluation."""
-    prompts, groups = group_rows(rows, level_labels([row["difficulty"] for row in rows]))
+    prompts, groups = group_rows(rows, level_labels(rows))
     details = [token_details(row, text_pieces(tokenizer, row["token_ids"])) for row in rows]
     header = evaluation_header(result)
     header["facts"] += reading_notes(rows)

@@ -1,5 +1,5 @@
 """Write the note below a table: its declaration, another metric than the declared endpoint, seeds without a
-run, start weights, undeclared contrasts.
+run, start weights, held-out prompts, undeclared contrasts.
 
 report.py prints the note with the table, and compares both with the documents. Example:
 
@@ -124,6 +124,23 @@ def start_notes(rows: Records, parents: dict[str, str]) -> list[str]:
     ]
 
 
+def data_notes(rows: Records, parents: dict[str, str]) -> list[str]:
+    """Name the rows with other held-out prompts than the parent's runs with the same seeds, by digest."""
+    held_out = {
+        row: {record["seed"]: record.get("versions", {}).get("data", {}) for record in records}
+        for row, records in rows.items()
+    }
+    differing = []
+    for row, of_row in held_out.items():
+        of_parent = held_out[parents[row]]
+        pairs = [(of_row[seed], of_parent[seed]) for seed in of_row.keys() & of_parent.keys()]
+        if any(
+            own[name] != other[name] for own, other in pairs for name in own.keys() & other.keys() - {"train"}
+        ):
+            differing.append(row)
+    return [f"Other held-out prompts than the parent's: {', '.join(differing)}."] if differing else []
+
+
 def metric_notes(declared: dict[str, dict], metric: str) -> list[str]:
     """Call a metric secondary or exploratory unless it is the endpoint of every declaration.
 
@@ -173,6 +190,7 @@ def notes_of(rows: Records, parents: dict[str, str], studies: dict[str, set[Path
         *metric_notes(declared, shown.metric),
         *seed_notes(rows, parents, declared),
         *start_notes(rows, parents),
+        *data_notes(rows, parents),
         *contrast_notes(declared, shown),
     ]
     return " ".join(sentences)

@@ -4,10 +4,10 @@
     python experiments/plan.py --config mine.yaml --gpus 8 --gpu-memory-gib 80 --json plan.json
     python experiments/plan.py --config mine.yaml --gpus 32 --search       # settings that fit, fastest first
 
-Only config.json is read; Qwen3 and Granite 3.1 need no file, as their shapes are listed below. GPU memory is
-estimated by memory_plan.plan_memory(), the same estimate by which train_rl.py refuses a run at its start.
-Seconds follow a roofline model: operations and bytes, divided by the peak rates of the GPU times the shares
-of these peaks that are achieved (constants below). docs/gpu.md compares the seconds with public measurements.
+Only config.json is read; Qwen3, Qwen2.5 and Granite 3.1 need no file, as their shapes are listed below. GPU
+memory is estimated by memory_plan.plan_memory(), by which train_rl.py refuses a run at its start. Seconds
+follow a roofline model: operations and bytes, divided by the peak rates of the GPU times the shares of these
+peaks that are achieved (constants below). docs/gpu.md compares the seconds with public measurements.
 
 Exit codes: 0 if the run fits (with --search: if any proposal fits), 1 if it does not, 2 for invalid settings.
 

@@ -63,7 +63,9 @@ def problems_of(file: Path) -> list[str]:
     small = [json.loads(line) for line in file.read_text().splitlines()]
     whole = [json.loads(line) for line in whole_text(file).splitlines()]
     if [(r["row"], r["seed"]) for r in small] != [(r["row"], r["seed"]) for r in whole]:
-        return [f"{file.name} has other rows or seeds than the whole file; repeat `records thin`"]
+        return [
+            f"{file.name} has other rows or seeds than the whole file; move new runs to a file of their own"
+        ]
     problems = []
     for record, original in zip(small, whole):
         expected = thin(original, list(record["steps"]))
@@ -109,6 +111,8 @@ def get(name: str, studies: Path, output: Path) -> Path:
         target = output / name / file
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content_at(commit, study, file))
+    if name not in index and (study / "declared.json").is_file():  # without it report.py refuses the records
+        (output / name / "declared.json").write_bytes((study / "declared.json").read_bytes())
     return output / name
 
 
@@ -133,6 +137,9 @@ def write_small(name: str, steps: list[str], studies: Path) -> None:
         raise ValueError(f"{name}: commit the whole record file first, because history has to keep it")
     commit = index.get(name) or git(file.parent, "rev-parse", "HEAD").stdout.strip()
     records = [json.loads(line) for line in whole_text(file).splitlines()]
+    present = file.read_text().splitlines() if file.is_file() else []
+    if len(present) > len(records):
+        raise ValueError(f"{name} has more runs than its commit {commit[:8]}: move new runs to another file")
     unknown = sorted(set(steps) - {metric for record in records for metric in record["steps"]})
     if unknown:
         raise ValueError(f"--steps {' '.join(unknown)}: no record of {name} has this metric")

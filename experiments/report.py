@@ -17,7 +17,7 @@ COLUMNS. By default, `row` to `seconds`.
   interval          95 % t-interval over runs; with --block over the means of the blocks.
   paired            Mean of row minus parent over the seeds (with --block: the blocks) that both have.
   paired_interval   95 % t-interval of this mean; n/a for fewer than two pairs.
-  paired_p          Two-sided t-test of the differences; n/a if all differences are equal.
+  paired_p          Two-sided t-test of the differences; n/a if all differences are equal and not 0.
   paired_p_holm     The same after Holm's correction over all rows of the table that have a paired p.
   gradient_tokens   Sum of gradient_tokens_total, divided by the sum of tokens_total.
   seconds           Sum of seconds_per_step, which excludes the start-up.

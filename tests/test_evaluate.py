@@ -107,9 +107,13 @@ def test_bootstrap_intervals_and_labels_of_difficulties():
     assert means["b"]["low"] == pytest.approx(1 - a["high"]), "all figures share the resamples"
     assert mean_figures(figures, 0) == means
     assert mean_figures([{"a": 1.0}], 0)["a"] == {"mean": 1.0, "low": None, "high": None}
-    assert level_labels([2.0, None, 1.0, 2.0, 0.5]) == {0.5: "0.5", 1.0: "1", 2.0: "2"}
-    labels = list(dict.fromkeys(level_labels([float(i) for i in range(80)]).values()))
+    graded = [{"source": "a", "difficulty": value} for value in (2.0, None, 1.0, 2.0, 0.5)]
+    assert list(level_labels(graded).items()) == [(("a", 0.5), "0.5"), (("a", 1.0), "1"), (("a", 2.0), "2")]
+    many = level_labels({"source": "a", "difficulty": float(i)} for i in range(80))
+    labels = list(dict.fromkeys(many.values()))
     assert labels[:2] == ["0 to 9", "10 to 19"] and len(labels) == 8
+    labels = level_labels([*graded, {"source": "b", "difficulty": 2.0}])
+    assert (labels["a", 2.0], labels["b", 2.0]) == ("a 2", "b 2"), "units of two sets differ"
 
 
 def test_figures_by_source_and_difficulty_add_up_and_are_printed():
@@ -118,13 +122,18 @@ def test_figures_by_source_and_difficulty_add_up_and_are_printed():
         for p in range(12) for s in range(5)
     ]  # fmt: skip
     figures = all_figures(rows, 0)
-    assert list(figures["source"]) == ["a", "b"] and list(figures["difficulty"]) == ["1", "2"]
+    assert list(figures["source"]) == ["a", "b"] and list(figures["difficulty"]) == [
+        "a 1",
+        "a 2",
+        "b 1",
+        "b 2",
+    ]
     sources = [(means["num_prompts"], means["avg_at_4"]["mean"]) for means in figures["source"].values()]
     assert sum(n * mean for n, mean in sources) / 12 == pytest.approx(figures["all"]["avg_at_4"]["mean"])
-    rewards = [r["reward"] for r in rows if r["difficulty"] == 2 and r["sample"] > 0]
-    assert figures["difficulty"]["2"]["num_prompts"] == 4
+    rewards = [r["reward"] for r in rows if (r["source"], r["difficulty"]) == ("a", 2) and r["sample"] > 0]
+    assert figures["difficulty"]["a 2"]["num_prompts"] == 2
     assert list(figures["task"].values()) == list(figures["source"].values())
-    assert figures["difficulty"]["2"]["avg_at_4"]["mean"] == pytest.approx(np.mean(rewards))
+    assert figures["difficulty"]["a 2"]["avg_at_4"]["mean"] == pytest.approx(np.mean(rewards))
     assert f"{figures['all']['pass_at_4']['mean']:.3f}" in table_text(figures)
     assert "avg@" not in table_text(all_figures([r for r in rows if r["sample"] == 0], 0))
     assert "constant" not in table_text(figures)
@@ -367,10 +376,16 @@ def test_the_page_says_that_digits_are_reversed(prompt, answer, is_noted):
 
 
 def test_two_runs_and_two_checkpoints_stand_side_by_side(tmp_path):
-    """Evaluations of all steps share a group for each prompt; training samples are grouped by step."""
-    for run in ("espo", "grpo"):
+    """Evaluations of all steps share a group for each prompt; training samples are grouped by step.
+
+    The second run numbers the same prompts otherwise, as with another set before them.
+    """
+    for place, run in enumerate(("espo", "grpo")):
         (tmp_path / run).mkdir()
-        rows = [sample_row(step, sample=0, prompt_index=i) for step in (0, 50) for i in (0, 1)]
+        rows = [
+            sample_row(step, sample=0, prompt_index=i + 5 * place, prompt=f"{i}+1=", reward=step / 50 * place)
+            for step in (0, 50) for i in (0, 1)
+        ]  # fmt: skip
         for name, of_file in (("eval_samples", rows), ("samples", [sample_row(10, advantage=0.5)])):
             (tmp_path / run / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in of_file))
     files = [tmp_path / run / "eval_samples.jsonl" for run in ("espo", "grpo")]
@@ -388,7 +403,21 @@ def test_two_runs_and_two_checkpoints_stand_side_by_side(tmp_path):
         index = Elements(samples_page(*places)).read("index")
         assert [[c["label"] for c in p["completions"]] for p in index["prompts"]] == expected
         assert index["header"]["mode"] == mode
+        if places == files:
+            (table,) = index["header"]["tables"]
+            assert [[line[0], line[2]["mean"]] for line in table["rows"]] == [
+                [label, reward] for label, reward in zip(labels, (0, 0, 0, 1))
+            ]
+            tiles = {tile["name"]: tile["mean"] for tile in index["header"]["tiles"]}
+            assert tiles == {f"{labels[i]} {name}": value for i, name, value in (
+                (0, "mean reward", 0), (0, "right", 1), (3, "mean reward", 1), (3, "right", 1),
+            )}  # fmt: skip
     assert index["prompts"][0]["completions"][0]["advantage"] == 0.5
+    assert [tile["name"] for tile in index["header"]["tiles"]] == ["mean reward", "at the end", "right"]
+    other = [sample_row(step) for step in (5, 10)]
+    (tmp_path / "grpo" / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in other))
+    index = Elements(samples_page(tmp_path / "espo", tmp_path / "grpo")).read("index")
+    assert [p["step"] for p in index["prompts"]] == [5, 10], "steps of two runs are in order"
 
 
 @pytest.mark.parametrize("has_export", [True, False])

@@ -274,7 +274,7 @@ def test_each_mutant_fits_the_present_code(mutant):
 @pytest.mark.parametrize("stack", ["cpu", "gpu"])
 def test_the_commands_of_make_are_valid_shell(stack):
     targets = (
-        "demo lint quick bench figures record test-ranks test-others test-sandbox check-first check-second"
+        "demo lint quick figures record test-ranks test-others test-sandbox check-first check-second"
     ).split()
     make = ["make", "--dry-run", "--always-make", f"STACK={stack}", "RANKS=2", *targets]
     commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
@@ -302,26 +302,26 @@ def test_two_stacks_never_share_a_folder(tmp_path):
 
 # ---- budgets: growth pays by deletion ----------------------------------------------------------------------
 BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
-    "KB": 13390,
-    "files": 634,
+    "KB": 13150,
+    "files": 625,
     "modules, the root": 17,
-    "words of Markdown, docs": 25190,
+    "words of Markdown, docs": 24600,
     "words of Markdown, docs/silent_faults.md": 2915,
-    "words of Markdown, experiments": 13805,
+    "words of Markdown, experiments": 13600,
     "words of Markdown, kernels": 635,
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 4065,
-    "lines of Python, data": 4575,
+    "lines of Python, data": 4580,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8803,
-    "lines of Python, extras": 1968,
+    "lines of Python, experiments": 8742,
+    "lines of Python, extras": 1973,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5043,
-    "lines of Python, tests": 29905,
+    "lines of Python, runtime": 5063,
+    "lines of Python, tests": 30000,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11530,
-    "lines of Python, verifiers": 3507,
+    "lines of Python, the root": 11545,
+    "lines of Python, verifiers": 3523,
 }
 
 

@@ -56,7 +56,11 @@ def test_a_small_record_has_all_that_the_gate_reads_and_the_chosen_steps(reposit
     with pytest.raises(ValueError, match=r"seconds_per_step.*records get"):
         report.check_columns(("row", "seconds"), rows)
     records.write_small("question/runs.jsonl", ["seconds_per_step"], study.parent)
-    assert "score" not in (study / "runs.jsonl").read_text(), "thinned anew from the whole file"
+    file = study / "runs.jsonl"
+    assert "score" not in file.read_text(), "thinned anew from the whole file"
+    file.write_text(file.read_text() + json.dumps(record | {"seed": 2}) + "\n")
+    with pytest.raises(ValueError, match="more runs than its commit .* move new runs"):
+        records.write_small("question/runs.jsonl", [], study.parent)
 
 
 @pytest.mark.parametrize(("old", "new", "name"), [
@@ -107,7 +111,9 @@ def test_a_new_record_is_committed_before_it_is_thinned(repository):
 
 def test_whole_records_and_earlier_studies_come_from_history(repository, tmp_path):
     studies = repository / "experiments" / "studies"
+    (studies / "question" / "declared.json").write_text("{}")
     folder = records.get("question", studies, tmp_path / "out")
+    assert (folder / "declared.json").is_file(), "report.py refuses records without it"
     whole = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
     assert whole[1]["steps"] == STEPS and "outcomes" in whole[1]
     assert (records.get("earlier", studies, tmp_path / "out") / "README.md").is_file()

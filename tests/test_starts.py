@@ -112,7 +112,6 @@ def test_a_recorded_row_also_reads_the_prompts_of_its_start():
 @pytest.mark.parametrize(("start", "study", "row", "in_start", "in_built"), [
     ("habits", "elimination_tuned", "online_pool_50", "test.jsonl", "pool_50.jsonl"),
     ("habits", "elimination_tuned", "grpo_skip", "train.jsonl", "scores.jsonl"),
-    ("chains", "order_of_prompts", "staged", "test.jsonl", "part_short.jsonl"),
 ])  # fmt: skip
 def test_files_that_a_start_lacks_stay_in_the_built_folder(start, study, row, in_start, in_built):
     file = starts.ROOT / "experiments" / "studies" / study / f"{row}.yaml"

@@ -1002,9 +1002,11 @@ def test_rows_that_start_from_other_weights_are_named(tmp_path, capsys):
     root = tmp_path / "runs"
     for row, weights in [("grpo", "aa"), ("same", "aa"), ("old", None), ("moved", "bb")]:
         folder = write_run(root, row, 0, [0.2, 0.4])
-        (folder / "versions.json").write_text(json.dumps({"python": "3", "weights": weights}))
+        data = {"train": weights, "sums": "cc" if weights else "dd"}
+        (folder / "versions.json").write_text(json.dumps({"python": "3", "weights": weights, "data": data}))
     _, printed = make(root, "--parent", "grpo", "--export", tmp_path / "runs.jsonl", capsys=capsys)
     assert "start weights than the parent's: moved, old, and some" in printed
+    assert "held-out prompts than the parent's: old." in printed, "training prompts may differ"
     assert make(tmp_path / "runs.jsonl", "--parent", "grpo", capsys=capsys)[1] == marked(printed)
     _, printed = make(root, "--parent", "grpo", "--rows", "grpo", "same", capsys=capsys)
-    assert "start weights" not in printed
+    assert "start weights" not in printed and "held-out prompts" not in printed

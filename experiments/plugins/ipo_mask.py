@@ -1,4 +1,4 @@
-"""IPO mask (INTELLECT policy optimization, prime-rl's default loss) [secondary: a port of its code]."""
+"""IPO mask (INTELLECT policy optimization), prime-rl's default loss before DPPO's [secondary: a port]."""
 
 from torch import Tensor
 
