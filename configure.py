@@ -27,7 +27,7 @@ from runtime.learning_rate import learning_rate
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
 from runtime.tracking import tracking_warnings
 from runtime.user_files import all_functions
-from settings import HOOKS, AlgorithmSettings, Config
+from settings import HOOKS, AlgorithmSettings, Config, TrainSettings
 from verifiers.kinds import functions_of, is_kind, parts_of
 
 
@@ -114,8 +114,22 @@ def check_config(config: Config) -> None:
     )
     refuse_contradictions(config, contradictions)
     check_fp8(config.rollout)
-    learning_rate(config.train, 0)  # raises if the schedule does not accept its arguments
+    check_learning_rates(config.train)
     plugins.check_plugins(config)
+
+
+def check_learning_rates(train: TrainSettings) -> None:
+    """Raise ValueError if the first rate, the peak or the last is negative or exceeds train.learning_rate."""
+    for step in sorted({0, min(train.warmup_steps, train.num_steps - 1), train.num_steps - 1}):
+        try:
+            rate = learning_rate(train, step)
+        except ArithmeticError:
+            rate = math.nan
+        if not 0 <= rate <= train.learning_rate * (1 + 1e-9):
+            raise ValueError(
+                f"train.lr_schedule_args: the learning rate of step {step} is {rate:g}, outside of 0 to "
+                f"train.learning_rate ({train.learning_rate:g}): change the arguments of {train.lr_schedule}"
+            )
 
 
 def zero_variance_contradictions(config: Config) -> Iterator[str]:

@@ -71,6 +71,7 @@ from runtime.checkpoint import (
     lock_run_dir,
     prepare_run_dir,
     record_data,
+    remove_unfinished,
     resumes_exactly,
     save_checkpoint,
     state_of,
@@ -405,6 +406,10 @@ def check_model(config: Config, hf_config) -> None:
             "rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval, each the largest of "
             f"all stages, is {context}, but the model's context is {hf_config.max_position_embeddings}"
         )
+    if hf_config.model_type in ("qwen3", "qwen3_moe") and hf_config.attention_bias:
+        raise ValueError(
+            "model.path: attention_bias is true, but vLLM's Qwen3 has no bias in o_proj: set it false"
+        )
     check_fp8(config.rollout, hf_config)
     for extra in active(config):
         extra.check_model(config, hf_config)
@@ -522,7 +527,8 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     """Leave out prompts whose reference answer is wrong by their own verifier. Collective.
 
     Each rank checks a share of the prompts with its reward workers. A resumed run reuses the list of dropped
-    training prompts from its first launch. Held-out sets are checked again, because they may have changed.
+    training prompts from its first launch, and checks them only if they are not those of the checkpoint.
+    Held-out sets are checked again, because they may have changed.
     """
     file = Path(config.run.dir) / "dropped_rows.jsonl"
     rank = dist.get_rank()
@@ -531,7 +537,7 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     if checkpoint:
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
         leave_out(loaded, {(r["prompt_sha"], r.get("kind")): r["detail"] for r in rows if "prompt_sha" in r})
-    is_resumed = checkpoint and config.checkpoint.resume == "auto"  # with weights alone, prompts may differ
+    is_resumed = checkpoint and prompts_of_checkpoint(checkpoint) == digest_of(loaded.train)
     held_out = [prompt for prompts, _ in loaded.eval_sets.values() for prompt in prompts]
     local_prompts = (held_out if is_resumed else loaded.everyone())[rank::world_size]
     references = [(prompt.kind, prompt.answer, prompt.fields, prompt.prefix) for prompt in local_prompts]
@@ -544,14 +550,22 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     leave_out(loaded, {name: reason for of_rank in gathered for name, reason in of_rank.items()})
     compared = [(local_prompts[i], *how) for i, how in comparisons.items()]
     describe_references(loaded, compared, Path(config.run.dir) / "references.json", bool(checkpoint))
-    if rank == 0:
-        # An exact resume needs the list, also after one that was refused because rows had changed.
-        kept = [row for row in rows if is_resumed and row["set"] not in loaded.eval_sets]
-        if lines := dict.fromkeys(map(json.dumps, [*kept, *loaded.dropped])):
-            write_text(file, "".join(f"{line}\n" for line in lines))
-            loaded.notes.append(f"{file} lists the rows left out")
-        else:
-            file.unlink(missing_ok=True)
+    if loaded.dropped:
+        loaded.notes.append(f"{file} lists the rows left out")
+
+
+def write_dropped(file: Path, rows: list[dict]) -> None:
+    """Write dropped_rows.jsonl, which an exact resume needs; no file without rows."""
+    lines = dict.fromkeys(map(json.dumps, rows))
+    if lines:
+        write_text(file, "".join(f"{line}\n" for line in lines))
+    else:
+        file.unlink(missing_ok=True)
+
+
+def prompts_of_checkpoint(checkpoint: Path) -> str:
+    """Return the digest of the training prompts of a checkpoint."""
+    return torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)["prompts"]
 
 
 def describe_references(
@@ -587,6 +601,8 @@ def open_run_dir(config: Config) -> tuple[IO | None, Path | None, dict | None]:
     """
     run_dir = Path(config.run.dir)
     lock = lock_run_dir(run_dir) if dist.get_rank() == 0 else None
+    if lock:
+        remove_unfinished(run_dir / "checkpoints")  # their room may be all that is left on the disk
     dist.barrier()
     check_run_dir_is_shared(run_dir)
     return lock, *(find_checkpoint(config) or (None, None))
@@ -608,6 +624,7 @@ def record_launch(
     if dist.get_rank() == 0:
         run_dir = Path(config.run.dir)
         prepare_run_dir(run_dir, config, record, evaluates, models)
+        write_dropped(run_dir / "dropped_rows.jsonl", loaded.dropped)
         digests = {
             name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
         }

@@ -108,7 +108,7 @@ FAMILIES = {
     "mixtral": Family(
         "MixtralForCausalLM", num_experts="num_local_experts", expert_width="intermediate_size",
         query_norm="none", block="block_sparse_moe", projections=("w1", "w3", "w2"),
-        fixed_fields=(("sliding_window", None), ("router_jitter_noise", 0.0)),
+        fixed_fields=(("norm_topk_prob", True), ("router_jitter_noise", 0.0)),
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", num_experts="n_routed_experts", score="sigmoid", output_bias=False,
@@ -123,7 +123,7 @@ FAMILIES = {
         ),
         fixed_fields=(  # vLLM has no biases and no other head size; transformers ignores the layer_* fields
             ("attention_bias", False), ("head_dim", None), ("layer_types", None), ("layer_rope_theta", None),
-            ("attention_sinks", False),
+            ("attention_sinks", False), ("norm_topk_prob", True),
         ),
     ),
 }  # fmt: skip
@@ -572,7 +572,7 @@ class MoEBlock(MoE):
         self.top_k = config.num_experts_per_tok
         self.score = FAMILIES[config.model_type].score
         self.renormalise = getattr(config, "norm_topk_prob", True)  # Mixtral and Granite have no such field
-        self.scale = getattr(config, "routed_scaling_factor", 1.0)
+        self.scale = getattr(config, "routed_scaling_factor", 1.0) if self.score == "sigmoid" else 1.0
         self.group = group
         self.ep_size = dist.get_world_size(group) if group else 1
         self.expert_group_name = f"ep_size_{self.ep_size}"
@@ -1040,7 +1040,12 @@ def check_supported(config: PretrainedConfig) -> None:
         )
     rope_type = config.rope_parameters["rope_type"]
     values = vars(config)
-    fixed_fields = {"hidden_act": "silu", **dict(FAMILIES[config.model_type].fixed_fields)}
+    # vLLM applies a sliding window that config.json names, whatever the family.
+    fixed_fields = {
+        "hidden_act": "silu",
+        "sliding_window": None,
+        **dict(FAMILIES[config.model_type].fixed_fields),
+    }
     problems = [
         f"{field} is {values[field]!r}, supported is {supported!r}"
         for field, supported in fixed_fields.items()

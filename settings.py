@@ -951,7 +951,9 @@ class RunSettings(Section):
 
     free_on_resume: ClassVar[bool] = True
 
-    dir: str = setting("runs/default", "folder of all files that the run writes", pattern=r"^[^\x00]+$")
+    dir: Annotated[str, AfterValidator(os.path.expanduser)] = setting(
+        "runs/default", "folder of all files that the run writes", pattern=r"^[^\x00]+$"
+    )
     memory_gib: float | None = setting(
         None,
         "memory that all ranks of a node may take together on CPUs, in GiB, for example 16 on a shared node; "

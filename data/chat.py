@@ -12,7 +12,7 @@ from datetime import datetime
 
 from data.formats import BadRow, half_a_character
 from runtime.launch import one_line
-from verifiers.answer import final_answer, opened_thought
+from verifiers.answer import final_answer, is_tag, opened_thought
 
 ROLES = ("system", "user", "assistant")
 NOT_RENDERED = "whose messages cannot be rendered"
@@ -37,6 +37,11 @@ def load_tokenizer(folder, setting: str = ""):
         raise ValueError(f"{place}: the tokenizer cannot be loaded ({reason}); {advice}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # an empty folder gives a default tokenizer
         raise ValueError(f"{place} holds no tokenizer; {advice}")
+    if lost := [token for token in special_tokens(tokenizer) if is_tag(token)]:
+        raise ValueError(
+            f"{place}: {lost[0]} is a special token, and decoding removes it before any verifier: "
+            'give it "special": false in tokenizer.json and tokenizer_config.json'
+        )
     return tokenizer
 
 

@@ -6,7 +6,7 @@
 A prompt asks for a text on a topic and adds one or two instructions with the checks of IFEval
 (verifiers/instructions.py), for example: "Write a short letter about bread. Answer with at least 30 words. Do
 not use any commas. Include the word river." Topics, wordings and arguments are ours. The held-out set has
-other topics and other arguments (other keywords, other numbers) than the training set.
+other topics and other arguments (keywords, letters, most numbers) than the training set.
 
 Every prompt demands a least number of words, because reinforcement learning finds shortcuts: without this
 instruction completions shrank to a few words, for example "Time.", which break few other instructions. The

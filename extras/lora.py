@@ -250,7 +250,7 @@ def fill_groups(policy: Policy) -> None:
     """Add a parameter without effect to each of DeepSpeed's two groups that has no adapter.
 
     DeepSpeed takes no empty group: of experts in a MoE (targets without experts), and of all other
-    parameters (experts alone).
+    parameters (experts alone), whose norm in bfloat16 needs a gradient: the hook gives it one of 0.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     example = policy.lm_head.weight
@@ -260,6 +260,9 @@ def fill_groups(policy: Policy) -> None:
         if group_name:
             mark_as_expert(parameter, group_name)
         policy.register_parameter("lora_unused", parameter)
+        policy.register_forward_hook(
+            lambda policy, _, outputs: (outputs[0] + 0 * policy.lora_unused.sum(), *outputs[1:])
+        )
 
 
 def adapter_counts(config, hf_config) -> ParameterCounts:

@@ -234,8 +234,9 @@ class TeacherExtra(Extra):
     def build(self, launch, ep_group, device):
         """Build the teacher in the policy's dtype, spread over the expert-parallel ranks."""
         path = launch.config.teacher.path
-        settings = launch.config.model.model_copy(update={"freeze_router": False})  # dense: no router
         is_moe = num_experts_of(teacher_config(path)) > 0
+        changes = {} if is_moe else {"freeze_router": False, "expert_kernel": "auto"}  # it has neither
+        settings = launch.config.model.model_copy(update=changes)
         model = moe_model.build_policy(settings, path, ep_group if is_moe else None, device)
         refuse_nonfinite_weights(model, f"teacher.path: {path}", "take a model with finite weights")
         launch.extras["teacher"].model = model

@@ -482,8 +482,7 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str]
     name = f"step_{state['step']:06d}"
     partial = checkpoints / f"{name}.tmp"
     if rank == 0:
-        for unfinished in checkpoints.glob("step_*.tmp"):  # from killed runs
-            shutil.rmtree(unfinished, ignore_errors=True)
+        remove_unfinished(checkpoints)
 
     def make_folder() -> None:
         if rank == 0:
@@ -524,8 +523,14 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str]
     if problems:
         raise RuntimeError(
             f"checkpoint {checkpoints / name} could not be written ({problems[0]}); "
-            "earlier checkpoints are intact. Free disk space, then start the same command again"
+            "earlier checkpoints are intact. If the disk is full, free space; start the same command again"
         )
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Delete the checkpoints that a killed run has not finished writing or deleting."""
+    for unfinished in checkpoints.glob("step_*.tmp"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def problems_of(action: Callable[[], None]) -> list[str]:
@@ -537,7 +542,10 @@ def problems_of(action: Callable[[], None]) -> list[str]:
     try:
         action()
     except Exception as error:  # torch and safetensors wrap the OSError of a full disk in other types
-        problem = f"rank {dist.get_rank()}: {' '.join(str(error).split())[:300]}"
+        name = (
+            "" if isinstance(error, (OSError, RuntimeError, SafetensorError)) else f"{type(error).__name__} "
+        )
+        problem = f"rank {dist.get_rank()}: {name}{' '.join(str(error).split())[:300]}"
     return [problem for problem in from_all_ranks(problem) if problem]
 
 

@@ -95,11 +95,17 @@ Switch = Annotated[Choice, BeforeValidator(switch_name)]  # for settings with th
 class StrictLoader(yaml.SafeLoader):
     """A safe YAML loader that refuses duplicate keys."""
 
+    def flatten_mapping(self, node):
+        """Note the keys that the file itself has, before those of a merge (<<), which they may override."""
+        if not hasattr(node, "own_keys"):
+            node.own_keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        super().flatten_mapping(node)
+
     def construct_mapping(self, node, deep=False):
         """Read a mapping; ValueError names the line of a duplicate key."""
         mapping = super().construct_mapping(node, deep)  # called first, because it refuses unhashable keys
         keys = set()
-        for key_node, _ in node.value:
+        for key_node in node.own_keys:
             key = self.construct_object(key_node, deep=True)
             if key in keys:
                 raise ValueError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
@@ -148,7 +154,10 @@ def read_yaml(path: Path, schema: type[BaseModel], above: tuple[Path, ...] = ())
         raise ValueError(f"{path}: `base` leads back to this file: remove one of the references")
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
-    values = parse_yaml(path.read_text(errors="replace"), str(path))
+    try:
+        values = parse_yaml(path.read_bytes().decode("utf-8-sig"), str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error}): save it as UTF-8") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected sections such as `train:`, found a {type(values).__name__}")

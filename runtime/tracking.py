@@ -1,5 +1,6 @@
 """Trackers of a run, for example TensorBoard or wandb, and where they file its metrics."""
 
+import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -108,13 +109,15 @@ def send_metrics(
 def send_histogram(accelerator: "Accelerator", name: str, values: list[float], step: int) -> None:
     """Draw a histogram in TensorBoard, if the run has it."""
     if (writer := writer_of(accelerator)) and values:
-        writer.add_histogram(tag_of(name), np.array(values), step)
+        with contextlib.suppress(Exception):  # send_metrics() warns of a tracker that fails
+            writer.add_histogram(tag_of(name), np.array(values), step)
 
 
 def send_texts(accelerator: "Accelerator", rows: list[dict], tag: str, step: int) -> None:
     """Show rows of samples.jsonl or eval_samples.jsonl as texts in TensorBoard, if the run has it."""
     if (writer := writer_of(accelerator)) and rows:
-        writer.add_text(tag, "\n\n---\n\n".join(map(markdown_of, rows)), step)
+        with contextlib.suppress(Exception):
+            writer.add_text(tag, "\n\n---\n\n".join(map(markdown_of, rows)), step)
 
 
 def markdown_of(row: dict) -> str:

@@ -539,6 +539,7 @@ LORA_CASES = {  # (model, expert-parallel size, ZeRO stage, offload, recompute l
     "no_experts": ("moe", 2, 2, False, False, torch.float32, ["attention"]),
     "experts_alone": ("moe", 2, 1, False, True, torch.float32, ["experts"]),
     "bfloat16": ("moe", 2, 1, False, False, torch.bfloat16, ["experts", "attention"]),
+    "bfloat16_experts": ("moe", 2, 1, False, False, torch.bfloat16, ["experts"]),
     "bfloat16_zero_2": ("moe", 2, 2, True, True, torch.bfloat16, ["experts"]),
 }
 LORA_REPLAYED = ("ep_1", "zero_2", "offload", "granite")

@@ -40,6 +40,7 @@ from runtime.checkpoint import (
 )
 from runtime.memory import GIB, NodeMemory
 from runtime.metrics import append_rows, log_metrics, sample_rows
+from runtime.tracking import send_histogram, send_texts
 from runtime.user_files import digest_of_file, file_of, user_file_digests
 
 
@@ -286,6 +287,15 @@ def test_the_next_checkpoint_removes_the_remains_of_a_kill(run, monkeypatch):
     assert names_in(run.folder) == ["step_000003", "step_000004"]
 
 
+def test_a_launch_frees_the_room_of_a_checkpoint_that_was_killed(tmp_path, one_rank):
+    """A disk that the start found large enough would otherwise be too small for the resume."""
+    unfinished = tmp_path / "checkpoints" / "step_000003.tmp"
+    (unfinished / "model").mkdir(parents=True)
+    lock, *_ = lifecycle.open_run_dir(make_config(f"run.dir={tmp_path}"))
+    assert not unfinished.exists()
+    lock.close()
+
+
 @pytest.mark.parametrize(
     "row, step, evaluated_step, redone",
     [
@@ -513,6 +523,14 @@ def test_a_failing_tracker_is_named_once_and_costs_no_step(run, tmp_path, capsys
     assert logged == [(1, 0.5), (2, 1.0)]
     assert [row["score"] for row in rows_of(tmp_path / "run")] == [0.5, 1.0]
     assert capsys.readouterr().out.count("mlflow") == 1
+    writer = SimpleNamespace(add_histogram=lambda *rest: 1 / 0, add_text=lambda *rest: 1 / 0)
+    accelerator = SimpleNamespace(
+        is_main_process=True, trackers=[SimpleNamespace(name="tensorboard")],
+        get_tracker=lambda *names, unwrap: writer,
+    )  # fmt: skip
+    send_histogram(accelerator, "score", [1.0], 1)
+    texts = {"status": "ok", "reward": 1.0, "answer": "4", "prompt": "2 + 2 =", "completion": "4"}
+    send_texts(accelerator, [texts], "samples", 1)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml"])
@@ -568,18 +586,13 @@ def test_a_folder_source_of_another_program_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["versions.json", "dropped_rows.jsonl"])
-def test_a_file_that_a_resume_needs_is_replaced_atomically(name, tmp_path, one_rank, monkeypatch):
+def test_a_file_that_a_resume_needs_is_replaced_atomically(name, tmp_path, one_rank):
     file = tmp_path / name
     file.write_text("{}")
     (tmp_path / f"{name}.partial").symlink_to("/dev/full")
-    monkeypatch.setattr(lifecycle, "impossible_references", lambda *arguments, **options: {})
-    loaded = SimpleNamespace(
-        dropped=[{"row": 1}], eval_sets={}, notes=[], everyone=lambda: [], by_name=lambda: {}
-    )
-    config = make_config(f"run.dir={tmp_path}")
     writers = {
         "versions.json": lambda: checkpoint.record_data(tmp_path, {"dtype": "float32"}),
-        "dropped_rows.jsonl": lambda: lifecycle.drop_impossible(loaded, None, config, None),
+        "dropped_rows.jsonl": lambda: lifecycle.write_dropped(file, [{"row": 1}]),
     }
     with pytest.raises(RuntimeError, match=name):
         writers[name]()

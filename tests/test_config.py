@@ -34,6 +34,7 @@ from runtime.config import (
     differences,
     free_on_resume,
     free_per_stage,
+    read_yaml,
     setting_fields,
     with_paths_from,
     with_paths_to,
@@ -276,10 +277,13 @@ def test_all_wrong_settings_are_named_at_once():
         *(f"reward.functions=['{name}']" for name in ("exact", "verify", "my module:verify", "module:")),
         *(f"algorithm.entropy_groups={value}" for value in ("[]", "[0.5]", "[0.5, 0.6]", "[1.2, -0.2]")),
         "algorithm.entropy_groups=[1.0, 0.0]", "train.lr_schedule_args={powr: 2} train.lr_schedule=cosine",
+        "train.lr_schedule_args={min_lr: 0.1} train.lr_schedule=cosine_with_min_lr",  # for min_lr_rate
+        "train.lr_schedule_args={lr_end: -1} train.lr_schedule=polynomial",
+        "train.lr_schedule_args={timescale: 0} train.lr_schedule=inverse_sqrt train.warmup_steps=3",
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_name(setting):
-    words = re.split(r" (?=train\.lr_schedule=)", setting)
+    words = re.split(r" (?=train\.(?:lr_schedule|warmup_steps)=)", setting)
     assert error_of(*words).startswith(setting.split("=")[0].removesuffix(".x"))
 
 
@@ -543,7 +547,9 @@ def test_a_config_without_training_prompts_is_refused():
         ("data:\n  eval:\n  - path: x\n    path: y\n", "line 4: key 'path'"),
         *((text, "") for text in ("train: [1", "train: {seed: 1", "a: b: c", "\tx: 1", "data: {{x}}")),
         ("? [1]\n: 2", ""),
-        (b"\xff\xfe\xfa", ""),
+        (b"\xff\xfe\xfa", "UTF-8"),
+        ("run: {dir: r\u00e9ponse}".encode("latin-1"), "UTF-8"),
+        ("a: &a {x: 1}\nb: {<<: *a, x: 2, x: 3}", "line 2: key 'x'"),
         *((f"base: {base}\n", "base") for base in ("5", "[5]", "[[a.yaml]]", "{a: b}", "true")),
         ("base: run.yaml", "base"),
         ("base: cycle.yaml", "base"),
@@ -556,6 +562,19 @@ def test_a_broken_file_is_refused_by_name(content, word, write, tmp_path):
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     message = error_of(file=file)
     assert str(tmp_path) in message and word in message
+
+
+def test_a_merged_mapping_may_be_overridden(write):
+    """The anchor's own mapping is read first, then merged twice."""
+    stages = "stages: [&b {name: x, rollout: {<<: *a, lag: 2}}, {<<: *b, name: y}]"
+    write(f"rollout: &a {{group_size: 4, lag: 1}}\n{stages}")
+    values = read_yaml(write("base: run.yaml", "more.yaml"), Config)
+    assert values["stages"] == [{"name": n, "rollout": {"group_size": 4, "lag": 2}} for n in "xy"]
+
+
+def test_the_folder_of_a_run_may_begin_with_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load("run.dir=~/runs/x").run.dir == "/home/me/runs/x"
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, save_small_moe
 from helpers import FakeRanks, make_prompts
+from tokenizers import AddedToken
 
 import moe_model
 from data.chat import load_tokenizer, read_messages
@@ -124,3 +125,15 @@ def test_the_text_of_a_reward_function_cannot_move_the_cursor(capsys, monkeypatc
     printed = "".join(capsys.readouterr())
     assert r"KeyError: '\x1b[2J\rall is well '" in printed
     assert not {"\x1b", "\r"} & set(printed)
+
+
+@pytest.mark.parametrize("tag", ["<think>", "</think>", "[THINK]", "</answer>"])
+def test_a_tag_that_decoding_would_remove_is_refused(tag, tmp_path):
+    """The same tag as an ordinary token is read, as in Qwen 3 and GLM."""
+    for special in (False, True):
+        tokenizer = build_tokenizer()
+        tokenizer.add_tokens([AddedToken(tag, special=special)])
+        tokenizer.save_pretrained(tmp_path / str(special))
+    load_tokenizer(tmp_path / "False")
+    with pytest.raises(ValueError, match=f"{re.escape(tag)} is a special token.*special.*false"):
+        load_tokenizer(tmp_path / "True")

@@ -303,25 +303,25 @@ def test_two_stacks_never_share_a_folder(tmp_path):
 # ---- budgets: growth pays by deletion ----------------------------------------------------------------------
 BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
     "KB": 13150,
-    "files": 625,
+    "files": 620,
     "modules, the root": 17,
-    "words of Markdown, docs": 24600,
+    "words of Markdown, docs": 24560,
     "words of Markdown, docs/silent_faults.md": 2915,
     "words of Markdown, experiments": 13600,
     "words of Markdown, kernels": 635,
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
-    "words of Markdown, the root": 4065,
-    "lines of Python, data": 4580,
+    "words of Markdown, the root": 4100,
+    "lines of Python, data": 4582,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8742,
+    "lines of Python, experiments": 8690,
     "lines of Python, extras": 1973,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5063,
-    "lines of Python, tests": 30000,
+    "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11545,
-    "lines of Python, verifiers": 3523,
+    "lines of Python, the root": 11575,
+    "lines of Python, verifiers": 3545,
 }
 
 

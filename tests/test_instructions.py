@@ -67,7 +67,7 @@ CASES = {
     "startend:quotation": ({}, ['"all of it"'], ['"', 'a "b"', "'a'"]),
     "change_case:capital_word_frequency": (
         {"capital_frequency": 2, "capital_relation": "at least"}, ["I SAID so", "A WELL-KNOWN fact"],
-        ["I said so", "iPhone X"]),
+        ["I said so", "iPhone X", "In the U.S.A. so"]),
     "change_case:english_capital": ({}, ["ALL, 1 OF IT!"],
         ["All", "123", "\u041f\u0420\u0418\u0412\u0415\u0422"]),
     "change_case:english_lowercase": ({}, ["all, 1 of it!", "a good caf\u00e9 is open"],

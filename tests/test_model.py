@@ -585,6 +585,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}
 
 @pytest.mark.parametrize(("kind", "field", "value"), [
     ("moe", "rope_parameters", YARN), ("moe", "use_sliding_window", True), ("dense", "hidden_act", "gelu"),
+    ("granite", "sliding_window", 64), ("glm", "sliding_window", 64), ("mixtral", "norm_topk_prob", False),
+    ("granite", "norm_topk_prob", False),
     ("olmoe", "norm_topk_prob", True), ("olmoe", "clip_qkv", 8.0), ("olmoe", "rms_norm_eps", 1e-6),
     ("mixtral", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1), ("glm", "n_group", 4),
     ("granite", "attention_bias", True), ("granite", "head_dim", 16),

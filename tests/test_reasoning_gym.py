@@ -39,7 +39,7 @@ def test_a_row_of_every_task_passes_its_own_reference(tmp_path):
     """A hostile answer, or hostile text in the row, runs in no verifier."""
     registry = reasoning_gym.load().factory.DATASETS
     tasks = [task for task in sorted(registry) if not reasoning_gym.refusal(task)]
-    assert len(tasks) == 99 and set(registry) - set(tasks) == set(reasoning_gym.UNUSABLE)
+    assert len(tasks) == 98 and set(registry) - set(tasks) == set(reasoning_gym.UNUSABLE)
     mark = tmp_path / "ran"
     hostile = HOSTILE.format(path=str(mark))
     for task in tasks:
@@ -47,7 +47,8 @@ def test_a_row_of_every_task_passes_its_own_reference(tmp_path):
         assert (
             row["prompt"] and verdict(row, reward.as_completion("reasoning_gym", row["answer"])).reward == 1
         )
-        for text in ("?", hostile, f"[{hostile}]"):
+        nans = str(["nan"] * len(str(row["answer"]).split(",")))
+        for text in ("?", hostile, f"[{hostile}]", "nan", nans, nans.replace("'", '"')):
             assert verdict(row, f"<answer>{text}</answer>").status == "wrong", task
     for task in ("number_sorting", "bitwise_arithmetic", "polynomial_multiplication", "simple_integration"):
         row = row_of(task, hostile, problem=hostile, integrand=hostile, variable="x", direction="ascending")

@@ -717,5 +717,7 @@ def test_replay_of_a_dense_model_is_refused():
         with pytest.raises(ValueError, match="algorithm.router_replay"):
             lifecycle.check_model(settings(f"algorithm.router_replay={replay}"), dense)
     lifecycle.check_model(settings(), dense)
+    with pytest.raises(ValueError, match="attention_bias"):  # vLLM's o_proj has none
+        lifecycle.check_model(settings(), type(dense)(**dense.to_dict() | {"attention_bias": True}))
     lifecycle.check_model(settings("algorithm.router_replay=r3"), moe)
     assert settings().rollout.capture_routes == "auto"

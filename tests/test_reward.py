@@ -26,10 +26,11 @@ import lifecycle
 import reward
 import workers
 from data.prompts import Prompt
-from data.stream import LoadedSets
+from data.stream import LoadedSets, digest_of
 from reward import RewardPool, Verdict, impossible_references, verify
 from tests.patience import limit, wait_until
 from verifiers import expressions
+from verifiers.answer import final_answer
 
 OK, WRONG, NO_ANSWER = Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
 SLOW = [rf"\exp(\exp(\exp({number})))" for number in (96, 97)]
@@ -191,6 +192,12 @@ def test_the_answer_of_every_kind_is_the_text_after_the_thought(kind):
         assert rewards(cut) == [(0.0, "no_answer")] * len(cut)
         done = [(prompt + closing, right), (f"Use {opening} and {closing}.\nHi?", right)]
         assert rewards([*done, (f"Think after {opening}. Hi?", right)]) == [(1.0, "ok")] * 3
+
+
+def test_a_second_closing_tag_discards_no_answer():
+    assert final_answer("2</think>It is 4.</think>", "<think>") == "It is 4.</think>"
+    assert final_answer("2</think>It is 4.</think>") == "It is 4.</think>"
+    assert final_answer("<think>2</think>It is <think>5</think>4.") == "4."
 
 
 def test_workers_know_the_thought_that_the_prompt_opened(tmp_path):
@@ -404,9 +411,14 @@ def test_impossible_rows_are_dropped_and_again_on_resume(tmp_path, monkeypatch):
         sets = {name: prompts_of(name, kind) for name, kind in kinds.items()}
         loaded = LoadedSets(*sets.pop("train"), None, sets, [], [])
         lifecycle.drop_impossible(loaded, pool, config, checkpoint)
+        if checkpoint is None:  # a later launch may be refused, and then writes no list
+            lifecycle.write_dropped(tmp_path / "dropped_rows.jsonl", loaded.dropped)
+            saved.append(digest_of(loaded.train))
         return {name: "".join(p.text for p in prompts) for name, (prompts, _) in loaded.by_name().items()}
 
     checkpoint = tmp_path / "checkpoint"
+    saved: list[str] = []
+    monkeypatch.setattr(lifecycle, "prompts_of_checkpoint", lambda folder: saved[-1])
     with RewardPool(1, timeout_s=limit(60)) as pool:
         texts = texts_after_drop(None, train="math", a="math", b="numeric")
         assert texts == {"": "qr", "a": "qr", "b": "r"}
@@ -422,6 +434,16 @@ def test_impossible_rows_are_dropped_and_again_on_resume(tmp_path, monkeypatch):
         (tmp_path / "dropped_rows.jsonl").write_text(json.dumps(row) + "\n")
         assert texts_after_drop(checkpoint, train="exact") == {"": "qr"}  # refused later, as other prompts
         assert texts_after_drop(checkpoint, train="math") == {"": "r"}, "the list outlives a refused resume"
+    checked: list[list[str]] = []
+    spy = lambda pool, rows, *rest: checked.append([row[0] for row in rows]) or {}  # noqa: E731
+    monkeypatch.setattr(lifecycle, "impossible_references", spy)
+    (tmp_path / "dropped_rows.jsonl").unlink()
+    for resume in ("auto", "weights"):
+        config = make_config(f"run.dir={tmp_path}", f"checkpoint.resume={resume}")
+        for train in ("math", "exact"):
+            texts_after_drop(checkpoint, train=train, a="numeric")
+    held_out = ["numeric"] * 2
+    assert checked == [held_out, ["exact"] * 2 + held_out] * 2, "the checkpoint's prompts need no check"
 
 
 # ---- the pool ----------------------------------------------------------------------------------------------

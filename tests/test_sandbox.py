@@ -493,6 +493,14 @@ FLOATS = {  # the expected values are 0.3, and a list with floats in a list and 
 }
 RESULTS = "f = lambda n: [{}, [({},), {{'a': {}}}], {}][n]"  # one value per expected float, and one for the 3
 SEPARATED = {"fn_name": "len", "inputs": ['"a\u2028b"\n'], "outputs": ["3"]}
+LONG = list(range(100_000, 140_000))  # as text longer than a result may be that nobody expects
+KEYS = {"fn_name": "f", "inputs": [[{"1": 5, "2": 7}], [{"1": 5, "b": 7}]], "outputs": [12, 12]}
+NODE = {"asserts": ["assert root.value == 1", "assert root.next is None"], "test_setup": "root = Node(1)"}
+LEETCODE = """class Solution:
+    def f(self, rows: List[int]):
+        counts, queue = defaultdict(int), deque(rows)
+        heapq.heappush(rows, inf)
+        return pow(len(queue), 3, 5) + len(Counter(rows))"""
 SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b)"
 
 
@@ -522,6 +530,13 @@ SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b
         ("def join(a, b): return a", CALL, 0.5, "1 of 2"),
         ("def", ADD, 0.0, "0 of 2"),
         ("import math\nimport numpy as np\ndef half(x): return x / 2 + 1e-7", NEAR, 0.75, "3 of 4"),
+        ("def f(n): return list(range(100_000, 140_000))",
+         {"fn_name": "f", "inputs": [[0], [0]], "outputs": [LONG, [3]]}, 0.5, "1 of 2"),
+        ("def f(n): return list(range(100_000, 140_000))", [f"assert f(0) == {LONG}"], 1.0, ""),
+        ("def f(d): return sum(v for k, v in d.items() if k in (1, 2, '1', 'b'))", KEYS, 1.0, ""),
+        ("def f(d): return d[1] + d[2]", KEYS, 0.5, "1 of 2"),
+        ("class Node:\n    next = None\n    def __init__(self, value): self.value = value", NODE, 1.0, ""),
+        (LEETCODE, {"fn_name": "f", "inputs": [[[1, 1]]], "outputs": [5]}, 1.0, ""),
         # programs that cheat
         ("import os; os._exit(0)", ADD, 0.0, "0 of 2"),
         ("raise SystemExit(0)", ADD, 0.0, "0 of 2"),
@@ -621,7 +636,9 @@ CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candida
         ({"asserts": ["assert g(1) == 2"], "setup": "def g(x): return x + 1"}, 1), (["assert not f(1)"], ROW),
         (["import contextlib\nwith contextlib.suppress(Exception):\n    assert f(1) == 2"], 1),
         (["class TestF:\n    def test(self):\n        assert f(1) == 2"], 1),
-        (["s = S()\nassert s.pop() == 1"], 0),
+        (["s = S()\nassert s.pop() == 1"], 0), (["assert f(1)", "assert f(2, 3)"], ROW),
+        (["from solution import f\n\ndef test_f():\n    assert f(1) == 2"], "no program can pass"),
+        ({"asserts": ["from solution import f\nf(1)"], "test_setup": "x = 1"}, "no program can pass"),
     ],
 )  # fmt: skip
 def test_a_test_that_a_program_without_work_passes_is_refused(answer, number):
@@ -631,7 +648,8 @@ def test_a_test_that_a_program_without_work_passes_is_refused(answer, number):
         reasons = impossible_references(pool, rows)
     if number:
         reason = reasons.pop(0)
-        assert ("tests test nothing" if number == ROW else f"test {number} tests nothing") in reason
+        texts = {ROW: "tests test nothing", "no program can pass": number}
+        assert texts.get(number, f"test {number} tests nothing") in reason
     assert all("inputs" in reason for reason in reasons.values())
 
 

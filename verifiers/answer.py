@@ -27,6 +27,11 @@ def _sort_of(tag: re.Match) -> tuple[str, bool]:
     return sort, any(tag[group] for group in ("angle", "square", "kimi", "final"))
 
 
+def is_tag(token: str) -> bool:
+    """Tell whether a token is a tag that verifiers read. A special token of that form is lost in decoding."""
+    return bool(_TAG.fullmatch(token)) or token in ("<answer>", "</answer>", "<|channel|>")
+
+
 def opened_thought(prompt: str) -> str:
     """Return the tag at the end of a prompt that opens the thought of the completion; "" if there is none."""
     tags = list(_TAG.finditer(prompt, max(0, len(prompt.rstrip()) - 40)))
@@ -47,7 +52,7 @@ def final_answer(completion: str, opening: str = "") -> str | None:
         sort, is_closing = _sort_of(tag)
         if not is_closing:
             thought = thought or sort
-        elif thought in (None, sort):
+        elif thought == sort or (thought is None and not start):
             thought = None
             start = tag.end()
     return None if thought else completion[start:]

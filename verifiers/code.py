@@ -6,7 +6,8 @@ r"""Verify a completion by running the program in the completion; the reward is 
 The answer is JSON in one of these forms:
     {"inputs": [text, ...], "outputs": [text, ...]}      a script: stdin, stdout (APPS, TACO, PRIME, verl)
     {"inputs": ..., "outputs": ..., "fn_name": "add"}    a function: arguments and result, as JSON
-    {"asserts": ["assert add(1, 2) == 3", ...], "setup": code}, or only the list of asserts (MBPP)
+    {"asserts": ["assert add(1, 2) == 3", ...], "setup": code, "test_setup": code}, or only the list (MBPP);
+                                                         setup runs before the program, test_setup after it
     {"asserts": ["def check(candidate): ..."], "entry_point": "add"}     check(add) is called (HumanEval)
 
 Expected outputs never enter the sandbox: the output of the program is compared in this process, so that a
@@ -32,8 +33,17 @@ from dataclasses import dataclass
 from verifiers.sandbox import Isolation, Limits, Result, Sandbox
 
 TOTAL_LIMITS = 3  # time limit of all tests of a program together, as a multiple of the limit per test [ours]
-MAX_VALUE_CHARS = 1 << 18  # a longer result of a function is wrong; parsing this length takes 0.7 s
+MAX_VALUE_CHARS = 1 << 18  # a longer result, and twice as long as the expected one, is wrong; takes 0.7 s
 FLOAT_TOLERANCE = 1e-6  # relative or absolute, for expected numbers with a decimal point or an exponent
+PROVIDED = """from typing import *
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from builtins import pow
+import bisect, collections, functools, heapq, itertools, math, random, re, string"""  # as on LeetCode
 CONSTRUCTORS = {kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, sorted, float, int, str)}
 FENCE = re.compile(  # the fences of a block marked as Python may share a line with other text
     r"(?:^[ \t]*+```[ \t]*+(\w*+)|```[ \t]*+(python3?|py)\b)[^\n`]*+\n"  # possessive: linear time
@@ -104,11 +114,7 @@ def read_tests(answer: str, program: str) -> tuple[str, list[Test]]:
     """Return (code to run before the program, tests); ValueError describes the problem with the answer."""
     spec = _spec_of(answer)
     if isinstance(spec, dict) and "asserts" in spec:
-        setup = spec.get("setup") or ""
-        setup = "\n".join(map(str, setup)) if isinstance(setup, list) else setup
-        if not isinstance(setup, str):
-            raise ValueError(f"setup of a code row must be text or a list of lines, not {str(setup)[:60]!r}")
-        return setup, [_assert_test(text) for text in _texts(spec)]
+        return _source(spec, "setup"), [_assert_test(text) for text in _texts(spec)]
     if not isinstance(spec, dict) or not {"inputs", "outputs"} <= spec.keys():
         raise ValueError('the answer of a code row needs "inputs" and "outputs", or "asserts"')
     inputs = _list(spec, "inputs")
@@ -122,8 +128,7 @@ def read_tests(answer: str, program: str) -> tuple[str, list[Test]]:
         raise ValueError(f"fn_name must be the name of a function, not {function!r}")
     if re.search(r"^class Solution\b", program, re.MULTILINE):
         function = f"Solution().{function}"
-    # LeetCode provides the names of typing, so that programs use List and Optional without an import.
-    return "from typing import *", [_function_test(function, *pair) for pair in zip(inputs, outputs)]
+    return PROVIDED, [_function_test(function, *pair) for pair in zip(inputs, outputs)]
 
 
 def _spec_of(answer: str):
@@ -134,9 +139,20 @@ def _spec_of(answer: str):
     return {"asserts": spec} if isinstance(spec, list) else spec
 
 
+def _source(spec: dict, name: str) -> str:
+    """Return a field with code, text or a list of lines; "" without the field."""
+    code = spec.get(name) or ""
+    code = "\n".join(map(str, code)) if isinstance(code, list) else code
+    if not isinstance(code, str):
+        raise ValueError(f"{name} of a code row must be text or a list of lines, not {str(code)[:60]!r}")
+    return code
+
+
 def _texts(spec: dict) -> list:
-    """Return the texts of asserts; check(candidate) of HumanEval gets its call."""
+    """Return the texts of asserts, each after test_setup; check(candidate) of HumanEval gets its call."""
     texts = _list(spec, "asserts")
+    if before := _source(spec, "test_setup"):
+        texts = [f"{before}\n{text}" if isinstance(text, str) else text for text in texts]
     name = spec.get("entry_point")
     if not isinstance(name, str) or not name.isidentifier():
         return texts
@@ -208,15 +224,17 @@ def _function_test(function: str, function_input: str | list, expected: object) 
     # APPS wraps a result into a list of length 1, so that both [3] and 3 are accepted.
     results = [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
 
+    code = f"__import__('json').loads({json.dumps(arguments)!r})"  # parsed ten times as fast as literals
+    first = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], dict) else {}
+    if first and all(re.fullmatch(r"-?\d+", key) for key in first):  # keys that JSON made text, as in APPS
+        code = repr([{int(key): value for key, value in first.items()}])
+    max_chars = 2 * len(json.dumps(expected))
+
     def passes(result: Result) -> bool:
-        value = json.loads(json.dumps(_value(result)))  # as JSON: tuples become lists, keys text
+        value = json.loads(json.dumps(_value(result, max_chars)))  # as JSON: tuples become lists, keys text
         return any(_same_value(value, expected_value) for expected_value in results)
 
-    return Test(
-        passes,
-        # The arguments are passed as JSON, which is parsed ten times as fast as Python literals.
-        expression=f"{function}(*__import__('json').loads({json.dumps(arguments)!r}))",
-    )
+    return Test(passes, expression=f"{function}(*{code})")
 
 
 def _from_json(field: str, text: str) -> object:
@@ -275,12 +293,12 @@ def _assert_test(text: str) -> Test:
     for computed, constant in sides:
         with contextlib.suppress(ValueError):
             compare = functools.partial(relation, _constant(constant))
-            return Test(functools.partial(_holds, compare), expression=_after(setup, computed))
+            return Test(functools.partial(_holds, compare, 2 * len(text)), expression=_after(setup, computed))
     return Test(lambda result: _value(result) is True, expression=f"bool({_after(setup, test)})")
 
 
-def _holds(compare: Callable[[object], bool], result: Result) -> bool:
-    return bool(compare(_value(result)))
+def _holds(compare: Callable[[object], bool], max_chars: int, result: Result) -> bool:
+    return bool(compare(_value(result, max_chars)))
 
 
 def _after(setup: str, node: ast.expr) -> str:
@@ -303,8 +321,8 @@ def _constant(node: ast.expr) -> object:
         raise ValueError(str(error)) from error
 
 
-def _value(result: Result) -> object:
-    if len(result.value) > MAX_VALUE_CHARS:
+def _value(result: Result, max_chars: int = 0) -> object:
+    if len(result.value) > max(MAX_VALUE_CHARS, max_chars):
         raise ValueError(f"the value has more than {MAX_VALUE_CHARS} characters")
     return ast.literal_eval(result.value)
 
@@ -359,8 +377,9 @@ def _is_plain(text: str, known: set[str]) -> bool:
             for call, constant in ((left, right), (right, left)):
                 with contextlib.suppress(ValueError):
                     return _constant(constant) is not None and _calls_program(call, known)
-        case [ast.Assert(test=ast.Call() as call)]:
-            return not _is_builtin(call.func) and _calls_program(call, known)
+        case [ast.Assert(test=ast.Call() as call)]:  # of a library, such as math.isclose; f(x) alone is true
+            is_library = isinstance(call.func, ast.Attribute) or getattr(call.func, "id", "") in known
+            return is_library and _calls_program(call, known)
     return False
 
 
@@ -403,6 +422,8 @@ def idle_test(answer: str, *, isolation: Isolation, timeout_s: float, memory_byt
         passed = [number for place, number in enumerate(numbers, start=1) if place not in failed]
         if passed and not value:
             return f"test {passed[0]} tests nothing: the empty program passes it"
+        if absent := [text for text in failed.values() if "ModuleNotFoundError" in text and not value]:
+            return f"no program can pass: a test {absent[0]}"
         if value in IDLE_RESULTS and len(passed) == len(tests):
             return f"the tests test nothing: functions that return {value} pass all of them"
         untested = [number for number in untested if number in passed or not value]

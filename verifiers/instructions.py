@@ -4,13 +4,14 @@
     # (0.5, "wrong", "not met: punctuation:no_comma")
 
 Names, arguments and meanings: Zhou et al., Instruction-Following Evaluation for Large Language Models
-(arXiv 2311.07911) and google-research/instruction_following_eval, strict version. Five differences [ours]:
+(arXiv 2311.07911) and google-research/instruction_following_eval, strict version. Differences [ours]:
 - Keywords are literal text and not regular expressions.
 - Sentences are split by a rule instead of NLTK's trained model.
 - Languages with their own script (for example Thai) are recognised by the script, all other languages by
   py3langid instead of langdetect.
 - English in capitals or lower case is text with nine of ten letters in ASCII. IFEval asks langdetect, which
   takes short texts and lists of names for other languages: "ocean crest properties" or a list of first names.
+- Words are found by a rule: DON'T is one word in capitals, for NLTK two.
 - The frequency of a character such as # is counted. IFEval's code replaces it by a random letter.
 """
 
@@ -294,7 +295,9 @@ CHECKS: dict[str, Callable[..., bool]] = {
     ),
     "startend:quotation": lambda text: len(text) > 1 and text[0] == text[-1] == '"',
     "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _compare(
-        sum(word.isupper() for word in re.findall(r"\w[\w'-]*", text)), capital_relation, capital_frequency
+        sum(word.isupper() for word in re.findall(r"(?:[A-Z]\.){2,}|\w[\w'-]*", text)),
+        capital_relation,
+        capital_frequency,
     ),
     "change_case:english_capital": lambda text: _is_english_case(text, str.isupper),
     "change_case:english_lowercase": lambda text: _is_english_case(text, str.islower),

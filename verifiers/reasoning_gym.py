@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import json
 import operator
+import re
 import sys
 import types
 from dataclasses import fields
@@ -35,6 +36,7 @@ UNUSABLE = {
     "rush_hour": "it knows no right answer, so that nothing shows that a row can be solved",
     "coin_flip": "its verifier accepts 0 as the beginning of every probability",
     "game_of_life_halting": "its verifier accepts every text",
+    "propositional_logic": "its verifier accepts a copy of a premise",
     "puzzle24": "its verifier accepts any four numbers, for example 4*6*1*1 in every row",
 }
 EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")  # in metadata, if answer is None
@@ -184,12 +186,14 @@ def verifier_of(row: dict):
 
 def score(row: dict, text: str) -> float:
     """Return the score in [0, 1] that the verifier of the row's task gives to an answer."""
+    if re.search(r"\bnan\b", text, re.IGNORECASE) and "nan" not in str(row.get("answer")).lower():
+        return 0.0  # no comparison with NaN fails, so that some verifiers give it 1
     metadata = dict(row["metadata"])
     if row["task"] in ("arc_agi", "rearc"):  # compared with a tuple, which JSON lacks
         metadata["output"] = tuple(map(tuple, metadata["output"]))
     entry = {"answer": row.get("answer"), "metadata": metadata}
     value = float(verifier_of(row).score_answer(text, entry))
-    return 1.0 if value >= 1 - 1e-9 else value if value > 0 else 0.0  # NaN is 0
+    return 1.0 if value >= 1 - 1e-9 else value if value > 0 else 0.0
 
 
 def without_markup(text: str) -> str:
