@@ -11,12 +11,14 @@
 # make record  the cheapest known way to a held-out accuracy, in generated tokens: ten runs, resumable; ENTRY=NAME
 #             runs another entry of experiments/record and compares both
 #
-# STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU.
+# STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU that is not hidden.
 # RANKS is the number of processes of the demo, each with a share of the experts: two, or one on a single GPU.
-# PIP_ARGS is passed to pip, for example to point it at a CPU-only build of torch.
+# PIP_ARGS is passed to pip. The CPU stack needs an index that has torch's CPU builds.
 
 PYTHON ?= python3
-STACK  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+ifndef STACK
+STACK := $(shell [ "$${CUDA_VISIBLE_DEVICES-all}" ] && nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+endif
 REQUIREMENTS = $(if $(filter cpu,$(STACK)),requirements-cpu.txt,requirements.txt)
 # GPUs that the demo may use: those of CUDA_VISIBLE_DEVICES, else all (a line that begins with GPU; MIG slices do not).
 VISIBLE = if [ -n "$$CUDA_VISIBLE_DEVICES" ]; then echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n'; else nvidia-smi -L | grep ^GPU; fi
@@ -51,7 +53,7 @@ real: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 METHOD_TESTS = losses model replay prompt_sharing teacher centering carry drafts grpo zero_variance greso plugins methods second_opinion rollouts_of_a_step walkthrough
 
@@ -97,6 +99,10 @@ test-sandbox: $(STAMP)
 record: $(STAMP)
 	$(BIN)/python -m experiments.record.record $(if $(ENTRY),--entry $(ENTRY))
 
+PIP = $(BIN)/python -m pip
+FIT = import sys; sys.exit(not (sys.platform == 'linux' and (3, 11) <= sys.version_info[:2] < (3, 15)))
+NO_TORCH = is that torch in the package index? vLLM's CPU build needs torch's CPU build, which not every index has: \
+    make demo PIP_ARGS='--extra-index-url URL', with the URL that torch's installation page gives for CPUs
 NEEDS_CUDA = "import torch; assert torch.version.cuda, \
     'the package index gave a CPU build of torch: set PIP_ARGS to one with CUDA'"
 
@@ -104,11 +110,12 @@ NEEDS_CUDA = "import torch; assert torch.version.cuda, \
 # and torchcodec made for CUDA; nothing here uses them, and they break `import transformers` on a machine without CUDA.
 # The tasks of reasoning-gym come without their requirements, of which one is C source that needs a compiler.
 $(STAMP): $(REQUIREMENTS) requirements-no-deps.txt
+	@$(PYTHON) -c "$(FIT)" || { echo "needs Linux and Python 3.11 to 3.14: name one, for example make demo PYTHON=python3.12"; exit 1; }
 	@echo "installing the $(STACK) stack from $(REQUIREMENTS) into $(VENV) (several minutes the first time)"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q $(PIP_ARGS) $$(grep '^torch==' $(REQUIREMENTS))
-	$(BIN)/pip install -q $(PIP_ARGS) -r $(REQUIREMENTS)
-	$(BIN)/pip install -q $(PIP_ARGS) --no-deps -r requirements-no-deps.txt
-	$(if $(filter cpu,$(STACK)),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec)
+	$(BIN)/python -c "import pip; $(FIT)" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install -q $(PIP_ARGS) $$(grep '^torch==' $(REQUIREMENTS)) || { echo "$(NO_TORCH)"; exit 1; }
+	$(PIP) install -q $(PIP_ARGS) -r $(REQUIREMENTS)
+	$(PIP) install -q $(PIP_ARGS) --no-deps -r requirements-no-deps.txt
+	$(if $(filter cpu,$(STACK)),$(PIP) uninstall -q -y torchvision torchaudio torchcodec)
 	$(if $(filter gpu,$(STACK)),$(BIN)/python -c $(NEEDS_CUDA))
 	touch $@

@@ -737,7 +737,7 @@ def check_driver() -> None:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"this machine has an NVIDIA GPU that torch, built for CUDA {torch.version.cuda}, cannot use: "
-            f"{reason} Install a driver for that CUDA version, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
+            f"{reason} Install a driver for that CUDA version, or install the CPU stack (make demo STACK=cpu)"
         ) from error
 
 

@@ -8,6 +8,7 @@ driver, and returns a line with cause and remedy, or None if all is well. The se
 and check_machine() raises the lines.
 """
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -56,7 +57,7 @@ def old_driver(driver: str, cuda: str) -> str | None:
         return None
     return (
         f"NVIDIA's driver {version[0]} is too old: torch is built for CUDA {cuda}, which needs driver "
-        f"{first} or later. Install a newer driver, or hide the GPU to run on the CPU (CUDA_VISIBLE_DEVICES=)"
+        f"{first} or later. Install a newer driver, or install the CPU stack (make demo STACK=cpu)"
     )
 
 
@@ -72,8 +73,8 @@ def unsupported_gpu(
     if architectures and not any(runs_on(architecture, capability) for architecture in architectures):
         return (
             f"this torch has no code for {name} (compute capability {version}), only for "
-            f"{', '.join(architectures)}: take another GPU, or hide the GPU to run on the CPU "
-            "(CUDA_VISIBLE_DEVICES=)"
+            f"{', '.join(architectures)}: take another GPU, or install the CPU stack "
+            "(make demo STACK=cpu)"
         )
     if bfloat16 and capability < (8, 0):
         return (
@@ -253,6 +254,14 @@ def open_store() -> str | None:
     )
 
 
+def has_library(name: str) -> bool:
+    """Tell whether the system has a shared library."""
+    try:
+        return bool(ctypes.CDLL(name))
+    except OSError:
+        return False
+
+
 def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> None:
     """Raise ValueError if the device of this rank, its driver or a compiler is unfit or missing.
 
@@ -262,6 +271,10 @@ def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> Non
     import torch
 
     problems = [fp8_refusal, missing_instructions(platform.machine(), torch.cpu._is_avx2_supported())]
+    if torch.version.cuda is None and not has_library(
+        "libnuma.so.1"
+    ):  # vLLM's CPU build would hide its absence
+        problems.append("vLLM needs libnuma: apt-get install libnuma1, or dnf install numactl-libs")
     if torch.version.cuda is not None and torch.cuda.is_available():
         device = device_of_rank()
         architectures = torch.cuda.get_arch_list()

@@ -144,7 +144,8 @@ def run(
 
 
 STAND_IN = """\
-#!{python} -SE
+#!/bin/sh
+"exec" {python!r} "-SE" "$0" "$@"  # sh runs this, Python reads a string
 import os, sys
 if sys.argv[1] in ("-", "-c"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])

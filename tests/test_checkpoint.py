@@ -7,7 +7,6 @@ import json
 import pickle
 import resource
 import shutil
-import time
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +37,7 @@ from runtime.checkpoint import (
     save_checkpoint,
     writing,
 )
+from runtime.launch import Stopped
 from runtime.memory import GIB, NodeMemory
 from runtime.metrics import append_rows, log_metrics, sample_rows
 from runtime.tracking import send_histogram, send_texts
@@ -369,19 +369,33 @@ def with_checkpoint_settings(config, **settings):
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=settings)})
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(run, late, ranks):
-    """The late rank looks after the early rank has moved the damaged checkpoint aside."""
+def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(run, ranks, monkeypatch):
+    """Rank 1 is late: it looks after rank 0 has moved the damaged checkpoint aside, and finds none."""
     save(run, 1)
     save(run, 2)
     (run.folder / "step_000002" / "state.json").write_text("{")
     config = with_checkpoint_settings(run.config, on_damage="older", resume="weights")
 
-    def find(rank: int) -> str:
-        time.sleep(0.3 if rank == late else 0)
-        return find_checkpoint(config)[0].name
+    of_rank_0 = checkpoint.list_checkpoints
+    look = lambda folder: [] if checkpoint.dist.get_rank() else of_rank_0(folder)  # noqa: E731
+    monkeypatch.setattr(checkpoint, "list_checkpoints", look)
+    assert ranks(2).run(lambda rank: find_checkpoint(config)[0].name) == ["step_000001", "step_000001"]
 
-    assert ranks(2).run(find) == ["step_000001", "step_000001"]
+
+def test_a_signal_to_one_rank_stops_all_but_not_after_the_last_step(run, ranks):
+    """Otherwise the others would wait for ever in the next collective call."""
+    run.config = make_config("train.num_steps=5")
+
+    def stop(rank: int, step: int) -> int | None:
+        of_rank = SimpleNamespace(
+            config=run.config, state=TrainState(step=step), signals=SimpleNamespace(received=15 * rank)
+        )
+        reason = lifecycle.stop_reason(of_rank, {})
+        return reason and (type(reason), reason.args)
+
+    first, second = ranks(2).run(lambda rank: stop(rank, 3))
+    assert first == second and first[0] is Stopped and "SIGTERM after step 3" in first[1][0]
+    assert ranks(2).run(lambda rank: stop(rank, 5)) == [None, None]
 
 
 def test_a_checkpoint_is_set_aside_under_an_unused_name(run):
@@ -558,25 +572,6 @@ def test_a_full_disk_is_an_error_that_names_the_file(name, run, tmp_path):
 def test_a_failed_export_names_its_folder_for_the_errors_of_all_libraries(error):
     with pytest.raises(RuntimeError, match="runs/x/model .*No space"), writing("runs/x/model"):
         raise error
-
-
-@pytest.mark.parametrize(
-    "name", ["lock", "metrics.jsonl", "config.yaml", "checkpoints", "model/config.json", "lost"]
-)
-def test_a_run_refuses_symbolic_links_in_its_folder(name, tmp_path):
-    """The folder itself may be a link."""
-    real, folder = tmp_path / "precious", tmp_path / "run"
-    real.write_text("content")
-    (folder / "model").mkdir(parents=True)
-    lock_run_dir(folder).close()
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(real if name != "lost" else tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=f"run.dir: {folder / name}"):
-        lock_run_dir(folder)
-    assert real.read_text() == "content" and not (tmp_path / "nowhere").exists()
-    (folder / name).unlink()
-    (tmp_path / "link").symlink_to(folder)
-    lock_run_dir(tmp_path / "link").close()
 
 
 def test_a_folder_source_of_another_program_is_not_replaced(tmp_path):

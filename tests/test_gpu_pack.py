@@ -5,6 +5,7 @@ import csv
 import hashlib
 import io
 import os
+import shlex
 import struct
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def test_a_package_is_installed_with_the_older_engine_if_the_newer_one_does_not_
     assert done.returncode == 0 and "libcudart.so.99" in done.stderr, done.stderr
     assert "vLLM 0.26.0 with torch" in done.stdout
     code = "import packed_package, vllm; print(vllm.__file__)"
-    script = f"source {tmp_path}/site/env.sh && {sys.executable} -c '{code}'"
+    script = f"source {tmp_path}/site/env.sh && {shlex.quote(sys.executable)} -c '{code}'"
     shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=limit(60))
     assert shown.stdout.strip() == f"{tmp_path}/site/vllm/vllm/__init__.py", shown.stderr
 

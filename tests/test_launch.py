@@ -86,7 +86,7 @@ def test_ctrl_c_during_imports_ends_a_run_without_a_stack():
     trainer = subprocess.Popen(
         [sys.executable, ROOT / "train_rl.py", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    while "libtorch" not in Path(f"/proc/{trainer.pid}/maps").read_text():
+    while "libtorch" not in Path(f"/proc/{trainer.pid}/maps").read_text() and trainer.poll() is None:
         time.sleep(0.01)
     trainer.send_signal(signal.SIGINT)
     assert trainer.communicate(timeout=limit(20)) == (b"", b"")

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -255,7 +256,7 @@ def test_a_kept_start_is_not_trained_anew(tmp_path):
     for path in (ROOT / "data").iterdir():
         if path.name != "built":
             (tmp_path / "data" / path.name).symlink_to(path)
-    tiny = [str(ROOT / ".venv/bin/python"), "-m", "data.tiny", "--recipe", "chains_3"]
+    tiny = [sys.executable, "-m", "data.tiny", "--recipe", "chains_3"]
     done = subprocess.run(tiny, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "python -m experiments.starts get chains_3" in done.stderr
     assert not (tmp_path / "data" / "built").exists()

@@ -155,9 +155,12 @@ def test_a_run_refuses_a_folder_that_leads_elsewhere(place, kind, tmp_path):
 
 
 def test_hard_links_among_the_files_of_a_run_are_its_own(tmp_path):
-    (tmp_path / "a").write_text("evaluate.py links the newest checkpoint")
-    (tmp_path / "b").hardlink_to(tmp_path / "a")
-    assert not lock_run_dir(tmp_path).closed
+    """The folder itself may be a symbolic link."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a").write_text("evaluate.py links the newest checkpoint")
+    (tmp_path / "run" / "b").hardlink_to(tmp_path / "run" / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert not lock_run_dir(tmp_path / "link").closed
 
 
 def test_a_checkpoint_is_not_written_through_a_link_that_came_later(tmp_path, one_rank):
