@@ -55,7 +55,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to sample. Five fields decide the order (runtime.schedule.WaitingLine): group,
+    """One completion to sample. Six fields decide the order (runtime.schedule.WaitingLine): group, waited,
     expected_tokens, guessed, latency_tokens and work_tokens."""
 
     prompt_ids: list[int]
@@ -66,6 +66,7 @@ class Request:
     group: int = 0  # number shared by the completions of one prompt
     group_seed: int = 0  # shared by the completions of one prompt, for an environment's random games
     expected_tokens: float = 0.0  # expected length of the completion
+    waited: int = 0  # rollouts that have left its group unfinished (carry.share)
     guessed: bool = False  # expected_tokens is a guess, because this prompt was never sampled
     latency_tokens: float = 0.0  # time of the verdict, in tokens of one completion (verdict_tokens())
     work_tokens: float = 0.0  # time of the verdict, in tokens of the whole engine

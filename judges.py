@@ -30,7 +30,7 @@ from data.prompts import Prompt
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
 from runtime.metrics import warn_once
 from settings import JudgeMode
-from verifiers.answer import final_answer, opened_thought
+from verifiers.answer import final_answer, opened_thought, without_opened_thought
 from verifiers.own import call_own, explain, load_function
 from verifiers.verdict import SIGNS, last_verdict
 
@@ -409,7 +409,7 @@ def prompts_for(judge, prompts: list[Prompt]) -> list[str]:
     own, so the prompt in its question is the conversation without special tokens.
     """
     if isinstance(judge, ScalarJudge):  # the completion begins with the prefix
-        return [prompt.text.removesuffix(prompt.prefix) for prompt in prompts]
+        return [without_opened_thought(prompt.text.removesuffix(prompt.prefix)) for prompt in prompts]
     return [prompt.conversation for prompt in prompts]
 
 

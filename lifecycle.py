@@ -1135,6 +1135,8 @@ def log_step(
     warn_of_idle_steps(metrics, state)
     with run.clock("log"):
         log_metrics(run.accelerator, config, state, metrics)
+        if is_shown and (memory := gpu_memory(run)) and dist.get_rank() == 0:
+            write_text(Path(config.run.dir) / "gpu_memory.json", json.dumps(memory, indent=1))
         rows = shown_rows(run, batch, sampled) if is_shown else []
         if rows and dist.get_rank() == 0:
             append_rows(Path(config.run.dir) / "samples.jsonl", rows)

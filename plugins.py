@@ -208,7 +208,7 @@ OUR_METRICS = """
     ref_kl_k3 reward reward_latency rollout_bubble rollout_tail_frac score seconds_per_step skew_negative
     skew_positive stage step straggler_rank straggler_seconds sync_bytes sync_tensors tool_calls
     carried_groups carry_dropped draft_accepted_frac draft_tail draft_whole_frac tool_errors_frac tool_tokens
-    turns update_tokens zero_variance_frac
+    topk_mass turns update_tokens zero_variance_frac
 """.split()  # docs/metrics.md, except ratio, clipped, clip_eps and masked, which a plug-in may replace
 REPLACEABLE = ("ratio", "clipped", "clip_eps", "masked")  # by a gain
 OUR_GROUPS = "account clip_eps clipped eval judge part seconds verdict zero_variance".split()

@@ -121,8 +121,8 @@ class ZeroVarianceSettings(Section):
     )
     max_rounds: Count = setting(
         4,
-        "most sampling rounds of a step that take new prompts; afterwards one round may complete probed "
-        "groups, and the batch may stay short",
+        "most sampling rounds of a step, also those that only complete probed groups; then one more may "
+        "complete such groups, and the batch may stay short",
     )
 
 

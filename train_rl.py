@@ -196,7 +196,7 @@ def choose_prompts(
     num_offered = 0
     while len(chosen) < num_prompts:
         prompt = offers.prompt(consumed + num_offered - first, config.train.seed + first)
-        may_skip = config.zero_variance.history and num_offered < len(offers.indices)
+        may_skip = config.zero_variance.history and num_offered < offers.epoch_length
         probability = skip_prob(prompt, history, step, config) if may_skip else 0.0
         draw = random.Random(seed_of(config.train.seed, "skip", consumed + num_offered)).random()
         if draw >= probability:

@@ -36,6 +36,7 @@ from data.formats import (
 )
 from data.references import plain_reference, refusal
 from settings import DataSettings, PromptSource
+from verifiers.answer import without_opened_thought
 from verifiers.kinds import KINDS, RULE_KINDS, functions_of, is_kind, parts_of, with_shares
 from verifiers.tools import schemas_of
 
@@ -123,7 +124,7 @@ class Prompt:
     def conversation(self) -> str:
         """Return the prompt for a reader with another chat template: the messages without special tokens."""
         if self.messages is None:
-            return self.text.removesuffix(self.prefix)
+            return without_opened_thought(self.text.removesuffix(self.prefix))
         if len(self.messages) == 1:
             return self.messages[0]["content"]
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)

@@ -601,30 +601,27 @@ def tokenizer_of_run(run_dir: Path):
 def samples_header(names: list[str], rows: list[dict], num_groups: int) -> dict:
     """Return the header of the page of completions of runs or files with these names.
 
-    Tiles show the first and the last of the models that have labels, and a table shows all.
+    Tiles show the first and the last of the models that have labels, and a table shows all: the mean over all
+    completions, that of the last tenth of a training, and the share with status ok.
     """
     steps = sorted({row["step"] for row in rows if row.get("step") is not None})
     parts: dict[str, list[dict]] = {}
     for row in rows:
         parts.setdefault(row.get("label", ""), []).append(row)
-    figures: dict[str, dict] = {}
+    names_of_figures = ["mean reward", *["at the end"] * bool(steps), "right"]
+    cells: dict[str, list[dict]] = {}
     for label, part in parts.items():
         rewards = [row["reward"] for row in part]
-        figures[label] = {"mean reward": (rewards, "over all samples")}
-        if steps:
-            figures[label]["at the end"] = (rewards[-max(1, len(part) // 10) :], "reward, last tenth")
-        figures[label]["right"] = ([row["status"] == "ok" for row in part], "share of the samples")
-    cells = {
-        label: [
-            {"name": f"{label} {name}".strip(), "unit": "share", "low": None, "note": note,
-             "mean": sum(values) / len(values)}
-            for name, (values, note) in of_label.items()
+        values = [rewards, *[rewards[-max(1, len(part) // 10) :]] * bool(steps)]
+        values.append([row["status"] == "ok" for row in part])
+        common = {"unit": "share", "low": None, "note": "of its completions"}
+        cells[label] = [
+            common | {"name": f"{label} {name}".strip(), "mean": sum(v) / len(v)}
+            for name, v in zip(names_of_figures, values)
         ]
-        for label, of_label in figures.items()
-    }  # fmt: skip
     first, last = next(iter(cells)), next(reversed(cells))
     tiles = [tile for label in dict.fromkeys((first, last)) for tile in cells[label]]
-    columns = ["model", "samples", *figures[first]]
+    columns = ["model", "samples", *names_of_figures]
     table = [[label, len(parts[label]), *cells[label]] for label in cells]
     tables = [{"name": "By model", "columns": columns, "rows": table}] if len(table) > 1 else []
     facts = [["steps", f"{steps[0]} to {steps[-1]}"]] if steps else []

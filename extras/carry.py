@@ -120,7 +120,7 @@ class Carry(Extra):
         return jobs
 
     def requests(self, run, jobs: list[Job], requests: list[Request]) -> list[Request]:
-        """Let the requests of carried groups go on after their tokens, longest expected of all."""
+        """Let the requests of carried groups go on after their tokens, before all others."""
         carried = run.extras["carry"]
         ages = carried.ages
         carried.known_tokens = num_tokens(job.group for job in jobs if job.group.slot in ages)
@@ -128,8 +128,7 @@ class Carry(Extra):
         continued = []
         for (group, sample), request in zip(places, requests):
             if group.slot in ages:
-                ahead = ages[group.slot] * request.max_new_tokens
-                request = replace(request, latency_tokens=request.latency_tokens + ahead)
+                request = replace(request, waited=ages[group.slot])
                 if request.guessed:  # scouts of new groups would start before it
                     request = replace(request, guessed=False, expected_tokens=request.max_new_tokens)
                 if (completion := group.completions[sample]).token_ids:

@@ -82,7 +82,8 @@ AHEAD = (0, 0.0)  # place of a scout, which starts first to measure its group's 
 class WaitingLine:
     """Priority queue of the requests that an engine has not started yet; ties keep the order of arrival.
 
-    Requests are served in four classes:
+    Requests that earlier rollouts have left unfinished come first, the oldest before all. All others are
+    served in four classes:
 
     0. Scouts: if a group has no record of earlier lengths, one of the group's requests starts first, as a
        measurement. Until the scout has finished, the group counts as the longest possible; then every waiting
@@ -120,6 +121,8 @@ class WaitingLine:
 
     def place_of(self, request: Request, tokens: float) -> tuple[int, float]:
         """Return (class, rank within the class) of a request with this expected length; the least is next."""
+        if request.waited:
+            return -1, -request.waited
         if request.work_tokens > tokens:
             return 2, tokens
         return 1 if tokens > self.long else 3, -(tokens + request.latency_tokens)

@@ -215,6 +215,23 @@ def test_a_piece_over_its_time_keeps_its_figures_and_says_so_in_a_line(tmp_path)
     assert report["criteria"] == {"it ran to its end": False}
 
 
+def test_a_piece_that_is_cut_keeps_its_verdicts(tmp_path, monkeypatch):
+    """The piece has written a criterion when its time is over."""
+    args = argparse.Namespace(out=tmp_path, mode="kernels", dry_run=True, tar=None)
+
+    def write(process) -> None:
+        report = gpu_kernels.Report(tmp_path, "update", True)
+        report.figures["GiB"] = 3.5
+        report.criteria["bit-equal"] = True
+        process.kill()
+        process.wait()
+
+    monkeypatch.setattr(bench_gpu, "end_piece", write)
+    record = bench_gpu.run_piece(args, "update", 0.2)
+    assert record["report"]["criteria"] == {"bit-equal": True, "it ran to its end": False}
+    assert record["report"]["figures"]["GiB"] == 3.5 and record["seconds"] >= 0.2
+
+
 def test_pieces_start_if_their_time_and_their_engines_are_left(tmp_path, monkeypatch, capsys):
     started = []
 
@@ -231,18 +248,18 @@ def test_pieces_start_if_their_time_and_their_engines_are_left(tmp_path, monkeyp
     monkeypatch.setattr(bench_gpu, "DRY_LIMIT_S", 100)
     monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: 0.0)
     assert bench_gpu.main(visit_options(tmp_path, "--limit-s", "300")) == 1, "fp8 has failed"
-    assert started == ["ready", "fp8", "moe_fp8"]
+    assert started == ["ready", "fp8", "update"]
     assert "real: not started: it may take 100 s, 90 s are left" in capsys.readouterr().out
     monkeypatch.setattr(bench_gpu, "MAX_ENGINES", 2)
     started.clear()
     bench_gpu.main(visit_options(tmp_path, "--again"))
-    assert started == ["ready", "fp8", "moe_fp8", "update", "experts"]
+    assert started == ["ready", "fp8", "update", "experts", "moe_fp8"]
     assert "bf16: not started: 2 engines have started" in capsys.readouterr().out
 
 
 def test_a_visit_has_at_most_five_starts_of_vllm_and_every_figure_has_an_expectation():
     visit = MODES["visit"]
-    assert [*visit] == "ready fp8 moe_fp8 update real experts bf16 trl".split()
+    assert [*visit] == "ready fp8 update experts moe_fp8 real bf16 trl".split()
     assert sum(piece.num_engines for piece in visit.values()) == 5 == bench_gpu.MAX_ENGINES
     assert all(piece.expected and piece.claim for piece in visit.values())
     assert all("vllm" in piece.needs for piece in visit.values() if piece.num_engines)

@@ -314,13 +314,13 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, the root": 4100,
     "lines of Python, data": 4582,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8681,
-    "lines of Python, extras": 1973,
+    "lines of Python, experiments": 8682,
+    "lines of Python, extras": 1971,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5076,
+    "lines of Python, runtime": 5079,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11575,
+    "lines of Python, the root": 11573,
     "lines of Python, verifiers": 3545,
 }
 

@@ -169,7 +169,8 @@ def test_a_judge_gets_prompts_and_plain_texts_and_a_share_of_the_reward(judge_fo
         run.tokenizer, "batch_decode", lambda ids, **_: ["a</think>1", "a", "<think>", "4</think>"]
     )
     train_rl.add_rewards(run, batch)
-    assert run.judge.questions[1][1] == ["1", "", "", ""], "a judge reads no thoughts"
+    assert run.judge.questions[1] == (["Sum?"] * 4, ["1", "", "", ""]), "a judge reads no thoughts"
+    assert batch.prompts[0].conversation == "Sum?"
 
 
 def test_the_margin_decides_which_pairs_tie(judge_folder, texts):

@@ -3,19 +3,16 @@
 import json
 
 import pytest
-import torch
 from conftest import ROOT
 from helpers import make_config
 
 import lifecycle
-import train_rl
-from batch import LossInputs
 from judges import (
     has_places,
     refuse_mute_judge,
 )
 from reward import verify
-from settings import AlgorithmSettings, RewardSettings
+from settings import RewardSettings
 
 QUESTION = "{prompt}|{first}|{second}|"
 PLUGINS = ROOT / "experiments" / "plugins"
@@ -77,25 +74,3 @@ def test_a_judge_that_cannot_write_a_verdict_is_refused_before_an_engine_starts(
     refuse_mute_judge("generative", str(tmp_path), {"thinks": False})
     with pytest.raises(ValueError, match=r"reward.judge_chat_template_args.think is not read"):
         refuse_mute_judge("generative", str(tmp_path), {"think": False})
-
-
-# ---- plug-ins ----------------------------------------------------------------------------------------------
-
-
-def test_the_ipo_mask_drops_both_signs(float64):
-    logprobs = torch.tensor([[0.9, 0.5, 0.2, 0.5]]).log().requires_grad_()
-    rollout_logprobs = torch.tensor([[0.6, 0.6, 0.5, 0.71]]).log()
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    for advantage in (2.0, -2.0):
-        inputs = LossInputs(
-            logprobs=logprobs, old_logprobs=rollout_logprobs, rollout_logprobs=rollout_logprobs,
-            ref_logprobs=None, advantages=torch.full((1, 4), advantage), entropy=torch.ones(1, 4),
-            token_groups=torch.arange(4).expand(1, 4), mask=mask, log_vocab=1.0,
-            settings=AlgorithmSettings(gain=f"{PLUGINS}/ipo_mask.py:ipo_mask"),
-        )  # fmt: skip
-        gain, statistics = train_rl.token_gain(inputs)
-        expected = [0.0, advantage * 0.5 / 0.6, 0.0, 0.0]  # |p - q| = 0.3, 0.1, 0.3, 0.21
-        assert gain[0].tolist() == pytest.approx(expected)
-        assert statistics["masked"][0].tolist() == [1, 0, 1, 1]
-        (gradient,) = torch.autograd.grad(gain.sum(), logprobs)
-        assert gradient[0].tolist() == pytest.approx(expected), "d r / d log p = r"

@@ -56,9 +56,12 @@ class NaiveLine:
         tokens = {index: self.tokens(index) for index in self.waiting}
         lengths = {index: tokens[index] + self.requests[index].latency_tokens for index in self.waiting}
         pioneers = [index for index in self.waiting if index in self.pioneers]
+        late = [index for index in self.waiting if self.requests[index].waited]
         feeders = [i for i in self.waiting if self.requests[i].work_tokens > tokens[i]]
         long = [i for i in self.waiting if i not in feeders and tokens[i] > self.long]
-        if pioneers:
+        if late:
+            first = min(late, key=lambda index: (-self.requests[index].waited, index))
+        elif pioneers:
             first = min(pioneers)
         elif feeders and not long:
             first = min(feeders, key=lambda index: (tokens[index], index))
@@ -75,14 +78,15 @@ def random_requests(rng: random.Random) -> list[Request]:
     requests = []
     for group in rng.sample(range(50), rng.randint(1, 8)):
         tokens = rng.choice([0.0, 4.0, 9.5, rng.uniform(0, 20)])
-        guessed = rng.random() < 0.5
+        waited = rng.choice([0, 0, 0, 1, 2])
+        guessed = rng.random() < 0.5 and not waited
         for _ in range(rng.randint(1, 5)):
             expected = rng.choice([tokens, tokens, rng.randint(0, 9)])  # siblings may differ
             latency, work = rng.choice([(0.0, 0.0), (0.0, 0.0), (4.0, 1.0), (7.25, 9.0), (4.0, 20.0)])
             requests.append(
                 Request(
                     [1], 0, 1.0, rng.choice([9, 9, 12]), group=group, expected_tokens=float(expected),
-                    guessed=guessed, latency_tokens=latency, work_tokens=work,
+                    guessed=guessed, latency_tokens=latency, work_tokens=work, waited=waited,
                 )
             )  # fmt: skip
     if rng.random() < 0.3:

@@ -40,6 +40,11 @@ def opened_thought(prompt: str) -> str:
     return tags[-1][0]
 
 
+def without_opened_thought(prompt: str) -> str:
+    """Return a prompt without the tag that opens the completion's thought, for readers of answers alone."""
+    return prompt[: prompt.rindex(tag)] if (tag := opened_thought(prompt)) else prompt
+
+
 def final_answer(completion: str, opening: str = "") -> str | None:
     """Return the text after the last thought of a completion, or None if the completion ends in a thought.
 

@@ -37,11 +37,12 @@ ENGINE = gpu_engine.PIECES | gpu_runs.PIECES
 MODES = {
     "visit": {
         name: (ENGINE | gpu_kernels.PIECES)[name]
-        for name in ("ready", "fp8", "moe_fp8", "update", "real", "experts", "bf16", "trl")
+        for name in ("ready", "fp8", "update", "experts", "moe_fp8", "real", "bf16", "trl")
     },
     "kernels": gpu_kernels.PIECES,
     "engine": ENGINE,
 }
+COMMIT = os.environ.get("EXPERIMENTS_COMMIT") or commit_of()["commit"]  # a GPU machine may lack the history
 MAX_ENGINES = 5  # starts of vLLM in a visit, each of which may take 70 s
 GRACE_S = 30  # seconds that a piece has to end itself
 FREE_S = 10  # seconds until the driver has freed the memory of the piece before
@@ -51,7 +52,7 @@ PACK_S = 5  # between two tars of the results
 
 def versions() -> dict[str, str]:
     """Return the date, the device and the versions of installed libraries, for example torch and vllm."""
-    entries = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_model(), "commit": str(commit_of()["commit"])}
+    entries = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_model(), "commit": str(COMMIT)}
     if torch.cuda.is_available():
         entries |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return entries | versions_of("triton", "trl")
@@ -87,13 +88,13 @@ def run_piece(args, name: str, limit_s: float) -> dict:
     (args.out / f"{name}.json").unlink(missing_ok=True)
     command = [sys.executable, "-m", "experiments.bench.gpu", "--mode", args.mode, "--alone", name]
     command += ["--out", str(args.out), *["--dry-run"] * args.dry_run]
-    start = time.monotonic()
+    start = time.perf_counter()
     with log.open("w") as file:
         options = {"cwd": ROOT, "start_new_session": True, "preexec_fn": die_with_parent}
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, **options)
         try:
-            while (code := process.poll()) is None and (left := start + limit_s - time.monotonic()) > 0:
+            while (code := process.poll()) is None and (left := start + limit_s - time.perf_counter()) > 0:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(min(PACK_S, left))
                 pack(args)
@@ -105,7 +106,9 @@ def run_piece(args, name: str, limit_s: float) -> dict:
     lines = [line for line in log.read_text().splitlines() if line.strip()]
     reason = f"not done after {limit_s:.0f} s" if code is None else f"exit code {code}"
     report = Report(args.out, name, args.dry_run, versions())
-    report.figures.update(record["report"]["figures"] if record else {})
+    report.start = start
+    for name_of_part, results in (record["report"] if record else {}).items():
+        getattr(report, name_of_part).update(results)
     report.fail(f"{reason}, {log}: {' '.join(lines[-1:])}")
     return read_piece(args, name)
 
@@ -225,7 +228,7 @@ def pack(args) -> None:
     partial = tar.with_name(tar.name + ".partial")
     with tarfile.open(partial, "w") as archive:
         for path in sorted(args.out.iterdir()):
-            with contextlib.suppress(FileNotFoundError):  # a JSON that the piece is replacing
+            with contextlib.suppress(OSError):  # a JSON that the piece is replacing
                 if path.suffix in (".json", ".md", ".log", ".txt"):
                     archive.add(path, path.name)
     partial.replace(tar)

