@@ -351,6 +351,12 @@ def test_the_stream_of_a_stage_holds_its_own_prompts_only(sums):
     assert sorted(epoch) == sorted([*offers[1].indices] * 2)
     later, _ = train_rl.choose_prompts(14, 200, history, 0, config, offers[1], first=200)
     assert sorted(later) == sorted(epoch) and later != epoch, "a stage that returns has a new order"
+    history.solved += 1e6
+    history.tried += 1e6
+    history.last_step[:] = 0
+    config = load_config([TRAIN, "zero_variance.history=true", "zero_variance.explore_solved=0"])
+    chosen, offered = train_rl.choose_prompts(3, 0, history, 0, config, offers[1])
+    assert (len(chosen), offered) == (3, 14 + 3), "a weighted epoch has 14 offers, and all of them are skipped"
 
 
 def test_each_stage_has_its_own_window_of_measured_pass_rates(sums):
