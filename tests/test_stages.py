@@ -356,7 +356,9 @@ def test_the_stream_of_a_stage_holds_its_own_prompts_only(sums):
     history.last_step[:] = 0
     config = load_config([TRAIN, "zero_variance.history=true", "zero_variance.explore_solved=0"])
     chosen, offered = train_rl.choose_prompts(3, 0, history, 0, config, offers[1])
-    assert (len(chosen), offered) == (3, 14 + 3), "a weighted epoch has 14 offers, and all of them are skipped"
+    assert (len(chosen), offered) == (3, 14 + 3), (
+        "a weighted epoch has 14 offers, and all of them are skipped"
+    )
 
 
 def test_each_stage_has_its_own_window_of_measured_pass_rates(sums):
