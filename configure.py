@@ -55,8 +55,6 @@ def check_stages(config: Config) -> None:
             raise ValueError(f"{prefix}{error}") from error
     for extra in dict.fromkeys(extra for stage_config in configs for extra in active(stage_config)):
         extra.check_stages(configs)
-    if config.centering.topk and not any(stage.centering.enabled for stage in configs):
-        raise ValueError("centering.topk has no effect without centering.enabled")
     if len(configs) > 1 and (lag := max(stage.rollout.lag for stage in configs)):
         raise ValueError(f"rollout.lag {lag}: a stage would train on rollouts of the one before: set 0")
     check_hand_overs(config.stages, configs, [hand_over_metrics(stage_config) for stage_config in configs])

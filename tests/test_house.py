@@ -302,7 +302,7 @@ def test_two_stacks_never_share_a_folder(tmp_path):
 
 # ---- budgets: growth pays by deletion ----------------------------------------------------------------------
 BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
-    "KB": 13150,
+    "KB": 13300,
     "files": 620,
     "modules, the root": 17,
     "words of Markdown, docs": 24560,
@@ -320,7 +320,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, runtime": 5079,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11573,
+    "lines of Python, the root": 11571,
     "lines of Python, verifiers": 3545,
 }
 

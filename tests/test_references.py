@@ -9,7 +9,7 @@ from helpers import FakeRanks, make_config
 import lifecycle
 from data.prompts import Prompt, load_prompts
 from data.references import MAX_CONSTANT_FRAC, describe
-from data.stream import LoadedSets
+from data.stream import LoadedSets, digest_of
 from reward import RewardPool, impossible_references
 
 
@@ -95,6 +95,7 @@ def described(folder, monkeypatch, checkpoint=None, **sets: list[tuple[str, str]
         ] * len(rows)
 
     loaded = LoadedSets(*prompts_of("train"), None, {n: prompts_of(n) for n in sets if n != "train"}, [], [])
+    monkeypatch.setattr(lifecycle, "prompts_of_checkpoint", lambda checkpoint: digest_of(loaded.train))
     with RewardPool(1) as pool:
         lifecycle.drop_impossible(loaded, pool, make_config(f"run.dir={folder}"), checkpoint)
     return loaded.notes

@@ -486,7 +486,7 @@ YAMLS = {  # name: (text of a file, text that the refusal must contain; "": the 
     "a tag": ("train: !!python/object/apply:os.getcwd []", "tag"),
     "a key that is a list": ("? [1, 2]\n: 3", ""),
     "tabs": ("train:\n\tseed: 1", ""), "NUL": ("train: {seed: 1}\0", ""),
-    "no UTF-8": ("train: {seed: \udcff}", "train.seed"),
+    "no UTF-8": ("train: {seed: \udcff}", "UTF-8"),
     "a list": ("- 1\n- 2", "expected sections"), "a number": ("7", "expected sections"),
     "a base that is itself": ("base: hostile.yaml", "leads back"),
     "a base that is a folder": ("base: .", "does not exist"),
