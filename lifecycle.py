@@ -527,8 +527,8 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     """Leave out prompts whose reference answer is wrong by their own verifier. Collective.
 
     Each rank checks a share of the prompts with its reward workers. A resumed run reuses the list of dropped
-    training prompts from its first launch, and checks them only if they are not those of the checkpoint.
-    Held-out sets are checked again, because they may have changed.
+    training prompts from its first launch. If the other prompts are those of the checkpoint, only held-out
+    sets are checked again, because these may have changed.
     """
     file = Path(config.run.dir) / "dropped_rows.jsonl"
     rank = dist.get_rank()

@@ -608,20 +608,20 @@ def samples_header(names: list[str], rows: list[dict], num_groups: int) -> dict:
     parts: dict[str, list[dict]] = {}
     for row in rows:
         parts.setdefault(row.get("label", ""), []).append(row)
-    names_of_figures = ["mean reward", *["at the end"] * bool(steps), "right"]
+    figure_names = ["mean reward", "at the end", "right"] if steps else ["mean reward", "right"]
     cells: dict[str, list[dict]] = {}
     for label, part in parts.items():
         rewards = [row["reward"] for row in part]
-        values = [rewards, *[rewards[-max(1, len(part) // 10) :]] * bool(steps)]
-        values.append([row["status"] == "ok" for row in part])
+        values = {"mean reward": rewards, "at the end": rewards[-max(1, len(part) // 10) :]}
+        values["right"] = [row["status"] == "ok" for row in part]
         common = {"unit": "share", "low": None, "note": "of its completions"}
         cells[label] = [
-            common | {"name": f"{label} {name}".strip(), "mean": sum(v) / len(v)}
-            for name, v in zip(names_of_figures, values)
+            common | {"name": f"{label} {name}".strip(), "mean": sum(values[name]) / len(values[name])}
+            for name in figure_names
         ]
     first, last = next(iter(cells)), next(reversed(cells))
     tiles = [tile for label in dict.fromkeys((first, last)) for tile in cells[label]]
-    columns = ["model", "samples", *names_of_figures]
+    columns = ["model", "samples", *figure_names]
     table = [[label, len(parts[label]), *cells[label]] for label in cells]
     tables = [{"name": "By model", "columns": columns, "rows": table}] if len(table) > 1 else []
     facts = [["steps", f"{steps[0]} to {steps[-1]}"]] if steps else []

@@ -321,7 +321,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
     "lines of Python, the root": 11571,
-    "lines of Python, verifiers": 3545,
+    "lines of Python, verifiers": 3546,
 }
 
 

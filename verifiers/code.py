@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from verifiers.sandbox import Isolation, Limits, Result, Sandbox
 
 TOTAL_LIMITS = 3  # time limit of all tests of a program together, as a multiple of the limit per test [ours]
-MAX_VALUE_CHARS = 1 << 18  # a longer result, and twice as long as the expected one, is wrong; takes 0.7 s
+MAX_VALUE_CHARS = 1 << 18  # of a result, or twice the expected length; parsing takes 0.7 s
 FLOAT_TOLERANCE = 1e-6  # relative or absolute, for expected numbers with a decimal point or an exponent
 PROVIDED = """from typing import *
 from bisect import *
@@ -399,7 +399,7 @@ IDLE_RESULTS = ("None", "object()", "[]")  # a program whose functions return on
 
 
 def idle_test(answer: str, *, isolation: Isolation, timeout_s: float, memory_bytes: int) -> str:
-    """Return which test of a row tests nothing, or "".
+    """Return which test of a row tests nothing, or imports a missing module, or "".
 
     Doubtful tests run on programs without any work: the empty program, functions that return one of
     IDLE_RESULTS, and functions that return a constant of the test. A test tests nothing if the empty program
@@ -422,7 +422,8 @@ def idle_test(answer: str, *, isolation: Isolation, timeout_s: float, memory_byt
         passed = [number for place, number in enumerate(numbers, start=1) if place not in failed]
         if passed and not value:
             return f"test {passed[0]} tests nothing: the empty program passes it"
-        if absent := [text for text in failed.values() if "ModuleNotFoundError" in text and not value]:
+        absent = [failure for failure in failed.values() if "ModuleNotFoundError" in failure]
+        if absent and not value:
             return f"no program can pass: a test {absent[0]}"
         if value in IDLE_RESULTS and len(passed) == len(tests):
             return f"the tests test nothing: functions that return {value} pass all of them"

@@ -274,9 +274,8 @@ def measure_syncs(report: Report, pair: Pair) -> None:
         checks.append(timed(partial(pair.engine.check_weights, pair.tensors())))
         report.figures |= {"sync with waking, s": syncs, "check, s": checks, "sleep, s": sleeps}
     further = 48 / SIZES[pair.size]["num_hidden_layers"] - 1
-    report.figures["sync of 48 such layers, s"] = statistics.median(syncs) + further * statistics.median(
-        layers
-    )
+    of_48_layers = statistics.median(syncs) + further * statistics.median(layers)
+    report.figures["sync of 48 such layers, s"] = of_48_layers
     report.on_gpu("sleep frees weights, keys and values: 24 GiB and more", awake_gib - asleep_gib > 24)
     requests = fixed_requests(4, 8 if report.dry else 64)
     first = [c.token_ids for c in pair.engine.generate(requests, version)]

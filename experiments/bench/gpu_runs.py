@@ -182,8 +182,9 @@ def real(report: Report) -> None:
         show_steps(report, steps[num_steps:], ", R3")
         return len(steps) == 2 * num_steps and not report.dry
 
-    settings = [stages, "data.eval=[]", "rollout.capture_routes=on", f"train.num_steps={2 * num_steps}"]
-    settings += [] if report.dry else ["train.num_steps=1000", "run.log_every=1", "rollout.max_num_seqs=64"]
+    last = 2 * num_steps if report.dry else 1000  # show() ends the run earlier
+    settings = [stages, "data.eval=[]", "rollout.capture_routes=on", f"train.num_steps={last}"]
+    settings += [] if report.dry else ["run.log_every=1", "rollout.max_num_seqs=64"]
     if report.dry and WHEEL not in os.environ:
         train(report, TINY, [*ON_CPU, *settings], show)
     else:
