@@ -451,6 +451,8 @@ def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):
     dates = map(str, itertools.count())
     rates = ({"model.dtype": {"float32": 50.0 + number}} for number in itertools.count())
     monkeypatch.setattr(checkpoint, "now", lambda: next(dates))
+    # A test beside this one may change the checkout for a moment.
+    monkeypatch.setattr(checkpoint, "commit_of", lambda: {"commit": "c0ffee", "dirty": False})
 
     def versions_after_start(record: dict | None) -> dict:
         prepare_run_dir(folder, run.config, record)
