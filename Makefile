@@ -8,8 +8,8 @@
 # make real   train a pretrained model of 135 M parameters, upcycled to a MoE, on tasks of reasoning-gym, and show
 #             texts before and after: 26 to 37 minutes on two cores, 19 GiB of memory; JOB=instructions is another
 #             job; SETTINGS="train.seed=1 run.dir=runs/real_1" changes settings
-# make record  the cheapest known way to a held-out accuracy, in generated tokens: ten runs, resumable; ENTRY=NAME
-#             runs another entry of experiments/record and compares both
+# make record  the cheapest known way to a held-out accuracy, in generated tokens: its runs, resumable; ENTRY=NAME
+#             runs another entry of experiments/record and compares both; TRACK=tasks is the other track
 #
 # STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU that is not hidden.
 # RANKS is the number of processes of the demo, each with a share of the experts: two, or one on a single GPU.
@@ -97,7 +97,7 @@ test-sandbox: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'needs_program(name="bubblewrap")'
 
 record: $(STAMP)
-	$(BIN)/python -m experiments.record.record $(if $(ENTRY),--entry $(ENTRY))
+	$(BIN)/python -m experiments.record.record $(if $(TRACK),--track $(TRACK)) $(if $(ENTRY),--entry $(ENTRY))
 
 PIP = $(BIN)/python -m pip
 FIT = import sys; sys.exit(not (sys.platform == 'linux' and (3, 11) <= sys.version_info[:2] < (3, 15)))

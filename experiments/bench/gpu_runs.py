@@ -208,18 +208,14 @@ def real(report: Report) -> None:
 
 def trl(report: Report) -> None:
     """Train the dense SmolLM2 with TRL and its own vLLM, and compare its steps with those of `real`."""
-    from datasets import Dataset
-
     from experiments.bench import real_step
 
     dense, _ = smollm2(report)
     args = SimpleNamespace(steps=1 if report.dry else 6, trainers=["trl_bf16"], max_new_tokens=96, seed=0)
-    changes = {"temperature": 0.7, "output_dir": str(models() / "trl")}
+    changes = {"temperature": 0.7}
     if not report.dry:
         changes |= {"use_cpu": False, "use_vllm": True, "vllm_mode": "colocate",
                     "vllm_gpu_memory_utilization": 0.3}  # fmt: skip
-    rows = [json.loads(line) for line in real_step.PROMPTS.read_text().splitlines()]
-    chats = [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": r["answer"]} for r in rows]
 
     def show(seconds: list[float]) -> None:
         report.figures["step of TRL, s"] = seconds
@@ -229,7 +225,7 @@ def trl(report: Report) -> None:
             report.figures["step of TRL / step of `real`, whose MoE computes more"] = typical / ours
 
     config = real_step.trl_config(args, models() / "trl", **changes)
-    run = real_step.timed_training(dense, real_step.is_followed, config, Dataset.from_list(chats), show)
+    run = real_step.timed_training(dense, config, show)
     num_sequences = real_step.NUM_PROMPTS * real_step.GROUP_SIZE
     report.figures["tokens a step"] = [length * num_sequences for length in run["lengths"]]
 
@@ -246,18 +242,18 @@ def record(report: Report) -> None:
     """Run the holder of experiments/record on one card: tokens and seconds to its target, three seeds."""
     from experiments.record import record as rules
 
-    entry = rules.holder_of(json.loads((rules.FOLDER / "records.json").read_text()))["entry"]
+    entry = rules.holder_of(json.loads((rules.FOLDER / "records.json").read_text()), "sums")["entry"]
     report.figures["entry"] = entry
     config = str(rules.FOLDER / f"{entry}.yaml")
     short = ["train.max_generated_tokens=null", "eval.num_samples=2", *ON_CPU]
     for seed in range(1 if report.dry else 3):
 
         def show(rows: list[dict], seed: int = seed) -> bool:
-            needed = rules.track_of(rows)
+            needed = rules.needed_for_sums(rows)
             report.figures |= {f"seed {seed}: {name}": value for name, value in needed.items()}
             return needed["tokens"] is not None
 
-        train(report, config, [*rules.FIXED, f"train.seed={seed}", *(short if report.dry else ())], show)
+        train(report, config, [f"train.seed={seed}", *(short if report.dry else ())], show)
         report.on_gpu(f"seed {seed} reaches the target", report.figures[f"seed {seed}: tokens"] is not None)
 
 
