@@ -1,9 +1,11 @@
 """Constraints of IFEval: each check against texts that meet the constraint and texts that break it."""
 
 import json
+import time
 
 import pytest
 
+from tests.patience import limit
 from verifiers.instructions import CHECKS, read_constraints, verify
 
 # {name: (arguments, texts that meet the constraint, texts that break the constraint)}
@@ -91,12 +93,14 @@ def test_a_check_accepts_and_rejects_texts(name):
 
 def test_degenerate_text_takes_linear_time():
     """These texts would take minutes in quadratic time."""
+    start = time.process_time()
     sentences = {"num_sentences": 2, "relation": "less than"}
     for text in ("." * 200_000 + "x", "a. " * 100_000, ".)" * 100_000 + "x"):
         assert reward(text, "length_constraints:number_sentences", sentences) == 1.0
     bold = {"num_highlights": 1}
     for text in ("**" + "a" * 200_000, "**" * 100_000, "* " * 2):
         assert reward(text, "detectable_format:number_highlighted_sections", bold) == 0.0
+    assert time.process_time() - start < limit(5)
 
 
 def test_every_form_of_the_answer_gives_the_same_reward():

@@ -383,15 +383,12 @@ def _is_plain(text: str, known: set[str]) -> bool:
     return False
 
 
-def _is_builtin(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and hasattr(builtins, node.id)
-
-
 def _calls_program(node: ast.expr, known: set[str]) -> bool:
     """Tell whether an expression calls a function of the program, perhaps inside of calls like set(...)."""
     if not isinstance(node, ast.Call):
         return False
-    is_own = isinstance(node.func, ast.Name) and not _is_builtin(node.func) and node.func.id not in known
+    name = node.func.id if isinstance(node.func, ast.Name) else None
+    is_own = name is not None and not hasattr(builtins, name) and name not in known
     return is_own or any(_calls_program(argument, known) for argument in node.args)
 
 

@@ -68,6 +68,7 @@ _NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "se
 _DIGITS = r"(?<![\w.^_{\\])(\d{1,9})"
 _NOTATIONS = (  # numbers and functions as people, books and programs write them
     (r"\u221a\s*(\d+(?:\.\d+)?|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
+    (r"\\sqrt\s*(\[[^\[\]]*\])\s*(\w)", r"\\sqrt\1{\2}"),
     (r"\\varnothing", r"\\emptyset"),
     ("~", " "),
     (r"\\\\\s*\[\s*\d[\d.]*\s*[a-z]{2}\s*\]", r"\\\\"),
@@ -107,9 +108,9 @@ _NOTATIONS = (  # numbers and functions as people, books and programs write them
      lambda match: re.sub(r"\\text|\D", "", match[0])),
     # 2 1/2 and 2\frac{1}{2} are mixed numbers
     (rf"{_DIGITS}(?:{_SPACE}|\\text\{{\s*and\s*\}}| and )+(\d{{1,9}})\s*/\s*(\d{{1,9}})(?![\w.])",
-     lambda match: _improper(match, 0)),
+     lambda match: _improper(match)),
     (rf"{_DIGITS}{_SPACE}*\\[dtc]?frac\s*(?:\{{\s*(\d{{1,9}})\s*\}}|(\d))\s*(?:\{{\s*(\d{{1,9}})\s*\}}|(\d))",
-     lambda match: _improper(match, 1)),
+     lambda match: _improper(match)),
     (r"(?<![\w\\])(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot)\s*\{\s*(\d{1,9})\s*\}",
      lambda match: _repeating(match)),
     (r"(?<![\w\\])(\d{0,9})\.(\d{0,3}?)(\d{1,6}?)\3+\s*(?:\\[lc]?dots|\.\.\.)",
@@ -129,7 +130,7 @@ def _rewrite(text: str, patterns: tuple) -> str:
     return text
 
 
-def _improper(match: re.Match, is_latex: int) -> str:
+def _improper(match: re.Match) -> str:
     whole, *parts = match.groups()
     numerator, denominator = map(int, [part for part in parts if part])
     if not 0 < numerator < denominator:
@@ -144,13 +145,28 @@ def _repeating(match: re.Match) -> str:
     return rf"\frac{{{int(start + match[3]) - int(start or 0)}}}{{{nines}}}"
 
 
+_BASIS = re.compile(r"(?:\\(?:mathbf|hat|vec|bm|boldsymbol)\s*\{?\s*)+\\?([ijk])(?:math)?(?![A-Za-z])[\s}]*")
+
+
+def _as_tuple(text: str) -> str:
+    r"""Write \mathbf{i} + 2\mathbf{j} as the tuple (1, 2); any other text stays as it is."""
+    *parts, rest = _BASIS.split(text.strip("$ "))
+    names = parts[1::2]
+    coefficients = [part.replace(" ", "").removeprefix("+") for part in parts[::2]]
+    is_sum = all(c.count("{") == c.count("}") and not set("(=[+-") & set(c[1:]) for c in coefficients)
+    if len(names) < 2 or rest or not is_sum or len(set(names)) < len(names):
+        return text
+    values = {name: f"{c}1" if c in ("", "-") else c for name, c in zip(names, coefficients)}
+    return f"({', '.join(values.get(name, '0') for name in 'ijk' if name != 'k' or 'k' in values)})"
+
+
 @functools.lru_cache(maxsize=256)
 def undressed(text: str) -> str:
     r"""Remove colours, bold face, sizes, delimiters: \textcolor{red}{13}, **13** and $13$ become 13."""
     before = None
     while text != before:
         before = text
-        text = _rewrite(text.strip(), _STYLES)
+        text = _rewrite(_as_tuple(text.strip()), _STYLES)
     return text
 
 
@@ -314,12 +330,10 @@ def _has_other_base(gold: list, answer: list) -> bool:
 
 def _is_false(expression) -> bool:
     """Tell whether an answer is a false equation of numbers, for example 13 = 12."""
-    sides = expression.args if isinstance(expression, sympy.Equality) else ()
-    return (
-        bool(sides)
-        and all(isinstance(side, sympy.Expr) and not side.free_symbols for side in sides)
-        and (not _close(*sides))
-    )
+    if not isinstance(expression, sympy.Equality):
+        return False
+    are_numbers = all(isinstance(side, sympy.Expr) and not side.free_symbols for side in expression.args)
+    return are_numbers and not _close(*expression.args)
 
 
 def _in_order(gold, answer) -> tuple:
@@ -342,9 +356,7 @@ def _same_number(gold, answer, float_rounding: int = 6, numeric_precision: int =
 
     A percentage equals both numbers that it may stand for: 20% is 0.2 and 20 [ours].
     """
-    if isinstance(gold, sympy.MatrixBase | sympy.MatrixExpr) or isinstance(
-        answer, sympy.MatrixBase | sympy.MatrixExpr
-    ):
+    if any(isinstance(side, sympy.MatrixBase | sympy.MatrixExpr) for side in (gold, answer)):
         return _same_matrix(gold, answer)
     percents = [_percent_of(side) for side in (gold, answer)]
     if None not in percents:
@@ -529,16 +541,14 @@ def _region(expression):
 def _is_inequality(expression) -> bool:
     if isinstance(expression, logic.And):
         return all(map(_is_inequality, expression._unsorted_args))
-    return isinstance(expression, sympy.core.relational.Relational) and not isinstance(
-        expression, sympy.Equality
-    )
+    return isinstance(expression, sympy.Rel) and not isinstance(expression, sympy.Eq)
 
 
 def _same_region(gold: tuple, answer: tuple) -> bool:
     """Compare two values of _region(); the variable of an interval is free, as in m >= 2 and [2, oo)."""
     if None not in (gold[1], answer[1]) and gold[1] != answer[1]:
         return False
-    sets = [sympy.Union(*_components(side[0])) for side in (gold, answer)]
+    sets = [sympy.Union(_without_points(side[0])) for side in (gold, answer)]
     if sets[0] == sets[1]:
         return True
     if not all(isinstance(side, sympy.Interval | sympy.Union | sympy.FiniteSet) for side in sets):
@@ -552,15 +562,15 @@ def _same_region(gold: tuple, answer: tuple) -> bool:
     )
 
 
-def _components(numbers) -> list:
-    """Split a set into intervals and points, also R without a few points."""
+def _without_points(numbers):
+    """Return R without some points as a union of intervals, and any other set as it is."""
+    everything = sympy.Interval(-sympy.oo, sympy.oo)
     if isinstance(numbers, sympy.Complement) and isinstance(
         numbers.args[1], sympy.FiniteSet | sympy.Interval | sympy.Union
     ):
         base, points = numbers.args
-        base = sympy.Interval(-sympy.oo, sympy.oo) if base == sympy.S.Reals else base
-        return [base - points]
-    return [sympy.Interval(-sympy.oo, sympy.oo) if numbers == sympy.S.Reals else numbers]
+        return (everything if base == sympy.S.Reals else base) - points
+    return everything if numbers == sympy.S.Reals else numbers
 
 
 # ---- ratios ----
@@ -586,7 +596,7 @@ _UNITS = {  # {dimension: {size: names}}
     "time": {"0.001": "ms millisecond", "1": "s sec second", "60": "min minute", "3600": "h hr hour",
              "86400": "day", "604800": "week"},
     "years": {"1": "month", "12": "yr year"},
-    "money": {"0.01": "cent", "1": "dollar"},
+    "money": {"0.01": "cent \u00a2", "1": "dollar"},
     "force": {"1": "N newton", "1000": "kN"},
     "energy": {"1": "J joule", "1000": "kJ kilojoule"},
     "power": {"1": "W watt", "1000": "kW kilowatt"},
@@ -606,6 +616,7 @@ _UNIT_FRACTION = re.compile(
     rf"(?<=[\d}}\s,]){_SPACE}*\\[dt]?frac\s*\{{\s*{_UNIT_WORD}\s*\}}\s*\{{\s*{_UNIT_WORD}\s*\}}$"
 )
 _AT_END = re.compile(rf"(?<=[\d)}}\s])\s*{_ONE_UNIT}(?:\^?\s*\{{?(?P<exponent>\d)\}}?)?$")
+_PRICE = re.compile(r"^(-?)\s*\\?\$\s*(\d[\d.,]*)$")
 _PAIR = re.compile(rf"(\d+(?:\.\d+)?)\s*({_NAMES})s?(?![A-Za-z/])\.?(?:\s|,|and\b)*")
 
 
@@ -617,6 +628,7 @@ def _quantity(text: str) -> tuple[tuple | None, Fraction, str]:
     """
     text = _UNIT_FRACTION.sub("", text)
     plain = re.sub(rf"{TEXT_COMMAND}\{{([^{{}}]*)\}}", r" \1 ", text)
+    plain = _PRICE.sub(r"\1\2 dollar", plain.strip())
     plain = plain.replace(r"\$", "").replace("\u00b2", "^2").replace("\u00b3", "^3")
     plain = " ".join(re.sub(rf"{_SPACE}+", " ", plain).split()).rstrip(".")
     pairs = _PAIR.findall(plain)

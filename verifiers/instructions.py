@@ -41,24 +41,15 @@ def verify(completion: str, answer: str, **columns) -> tuple[float, str, str]:
     the row are used. Status "error": the answer cannot be parsed.
     """
     try:
-        verdicts = instruction_verdicts(completion, answer, columns)
+        constraints = read_constraints(answer, columns)
     except ValueError as error:
         return 0.0, "error", str(error)
-    if not completion.strip():
-        return 0.0, "no_answer", ""
-    failed = [name for name, is_met in verdicts if not is_met]
-    reward = 1 - len(failed) / len(verdicts)
-    return (reward, "wrong", "not met: " + ", ".join(failed)) if failed else (1.0, "ok", "")
-
-
-def instruction_verdicts(completion: str, answer: str, columns: dict) -> list[tuple[str, bool]]:
-    """Return (name, whether the completion meets it) for each constraint, as in IFEval's strict evaluation.
-
-    An empty text meets no constraint. answer and columns: see verify(). ValueError for a bad constraint.
-    """
-    constraints = read_constraints(answer, columns)
     text = completion.strip()
-    return [(name, bool(text) and is_met(text)) for name, is_met in constraints]
+    if not text:
+        return 0.0, "no_answer", ""
+    failed = [name for name, is_met in constraints if not is_met(text)]
+    reward = 1 - len(failed) / len(constraints)
+    return (reward, "wrong", "not met: " + ", ".join(failed)) if failed else (1.0, "ok", "")
 
 
 def read_constraints(answer: str, columns: dict) -> list[tuple[str, Callable[[str], bool]]]:

@@ -19,7 +19,6 @@ from verifiers.expressions import (
     equal,
     has_unit,
     is_math,
-    load_library,
     parse,
     same,
     undressed,
@@ -50,9 +49,12 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
             f"the reference answer {answer[:99]!r} has no letter or digit, or the braces do not match",
         )
     contents = last_boxes(completion)
-    if contents and (final := _last_word(completion)):
+    if contents and (final := _last_word(completion, matches is _matches_choice)):
         contents = [final]
-    if not contents and not re.search(r"\\(?:boxed|fbox)\s*\{", completion):  # a cut box is no answer
+    is_cut = re.search(r"\\(?:boxed|fbox)\s*\{", completion[boxes(completion)[-1][1] if contents else 0 :])
+    if is_cut:  # a cut box is no answer
+        contents = []
+    elif not contents:
         contents = [text] if (text := unboxed_answer(completion)) else []
         if matches is equal and re.fullmatch(r"\s*\(.*\)\s*", "".join(contents)):
             matches = functools.partial(equal, sums=True)
@@ -65,12 +67,8 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     if too_large(joined) or too_large(answer):
         is_right = normal_text(joined) == normal_text(answer)
         return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
-    is_right = (
-        _has_same_words(joined, answer)
-        or matches(joined, answer)
-        or matches is equal
-        and _is_labelled(joined, answer)
-    )
+    is_right = _has_same_words(joined, answer) or matches(joined, answer)
+    is_right = is_right or (matches is equal and _is_labelled(joined, answer))
     if not is_right and len(contents) > 1:  # one answer, repeated
         is_right = all(matches(content, answer) for content in contents)
     return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
@@ -208,9 +206,14 @@ def unboxed_answer(completion: str) -> str:
     return _last_expression(tail)
 
 
-def _last_word(completion: str) -> str:
-    """Return the math after "the final answer is", if that comes after all boxes."""
+_LAST_CHOICE = re.compile(r"\b[Aa]nswer(?:\s+is)?\s*:?[\s*]*\(?([A-J])\)?[\s.*]*\Z")
+
+
+def _last_word(completion: str, is_choice: bool) -> str:
+    """Return the math after "the final answer is", or a choice after "Answer:", if it follows all boxes."""
     tail = completion[-MAX_PARSED_CHARS:].rpartition(r"\boxed")[2]
+    if is_choice and (choice := _LAST_CHOICE.search(tail)):
+        return choice[1]
     anchors = list(re.finditer(r"\bfinal answer(?:\s+is)?\s*:?[\s*]*(?=\$|\\[(\[])", tail, re.IGNORECASE))
     match = _DELIMITED.match(tail, anchors[-1].end()) if anchors else None
     return _list_of_math(tail, [match]) if match and _is_math_text(match) else ""
@@ -319,9 +322,6 @@ def too_large(text: str) -> bool:
 
 def warm_up() -> None:
     """Load math-verify, SymPy and the grammar of LaTeX; else the first verdict would pay for it."""
-    load_library()
-    import sympy  # noqa: F401
-
     for answer, completion in (("0.5", r"\frac{1}{2}"), ("2x", "x^2"), ("(1, 2)", "(1, x)"), ("x<1", "x>2")):
         verify(rf"\boxed{{{completion}}}", answer)
 
@@ -360,6 +360,8 @@ _REWRITES = tuple(
         # Remove spaces, except in \pi k and 1 2.
         (r"(\\[a-zA-Z]+(?= [A-Za-z])|[0-9](?= [0-9])) | ", lambda match: f"{match[1]} " if match[1] else ""),
         (r"^[.,;]+|[.,;]+$", ""),
+        (r"(\\equiv|^|,)(-?\d{1,9})(?=\(mod(0*[1-9]\d{0,8})\)$)",
+         lambda match: f"{match[1]}{int(match[2]) % int(match[3])}"),
     )
 )  # fmt: skip
 

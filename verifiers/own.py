@@ -10,6 +10,7 @@ prompt, messages and every column of the row, for example `def brevity(completio
 
 import difflib
 import functools
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -32,12 +33,8 @@ ROUNDING = 1e-6  # tolerance for the rounding error of float32 scores and of sum
 PROJECT = Path(__file__).resolve().parents[1]
 LIBRARY_PATHS = (  # excluded from the location of an error, because the mistake is in the user's file
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    str(PROJECT / "reward.py"),
-    str(PROJECT / "workers.py"),
-    str(PROJECT / "plugins.py"),
-    str(PROJECT / "judges.py"),
+    *(str(PROJECT / f"{name}.py") for name in ("reward", "workers", "plugins", "judges", "runtime/launch")),
     str(PROJECT / "verifiers"),
-    str(PROJECT / "runtime" / "launch.py"),
 )
 
 
@@ -45,7 +42,6 @@ LIBRARY_PATHS = (  # excluded from the location of an error, because the mistake
 class OwnFunction:
     """A custom reward function with its parsed signature."""
 
-    name: str
     call: Callable
     required: tuple[str, ...]  # parameters that have no default
     optional: tuple[str, ...]  # parameters with a default
@@ -95,7 +91,6 @@ def load_function(name: str) -> OwnFunction:
             "def score(completion): ..."
         )
     return OwnFunction(
-        name,
         function,
         required=tuple(p.name for p in by_name if p.default is p.empty),
         optional=tuple(p.name for p in by_name if p.default is not p.empty),
@@ -104,12 +99,22 @@ def load_function(name: str) -> OwnFunction:
     )
 
 
+DIGESTS: dict[str, str] = {}  # in a worker: DIGESTS of runtime/user_files.py in the process that trains
+
+
 @functools.cache
 def _import_file(path: str):
-    """Import a file by path; the file can import modules from its folder, as when run as a script."""
+    """Import a file by path; the file can import modules from its folder, as when run as a script.
+
+    BadResult if the file has changed since the run started: a worker that replaces another one would score
+    by new rules.
+    """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    if DIGESTS.get(str(file), digest) != digest:
+        raise BadResult(f"{path} has changed since the run started: restore the file, and resume")
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     name = f"{file.stem} in {file.parent}"  # unique, so that it cannot shadow an imported module

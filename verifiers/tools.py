@@ -16,9 +16,9 @@ import typing
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from verifiers.own import explain, load_function, printable
+from verifiers.own import BadResult, explain, load_function, printable
 from verifiers.sandbox import Isolation, Limits, run_program
-from workers import MAX_DETAIL, Reply, Task, Worker
+from workers import BAD_RESULT, MAX_DETAIL, Reply, Task, Worker
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -78,6 +78,8 @@ class ToolCall(Task[ToolResult]):
             call = functools.partial(run_python, **worker.code_limits) if is_python else function.call
             result = call(*bound.args, **bound.kwargs)
             text = text_of(await result if function.is_async else result)
+        except BadResult as error:
+            return ToolResult(status=BAD_RESULT, detail=f"tool {error}")
         except Exception as error:  # tools raise anything, for example MemoryError or RecursionError
             return ToolResult(status="error", detail=cut(explain(error), self.max_chars))
         return ToolResult(cut(text, self.max_chars))
@@ -205,6 +207,8 @@ class Step(Task[Answer]):
                         f"{REBUILT} after a crash, and its answer to turn {number + 1} is "
                         "another one: an environment has to depend on the row and the texts only"
                     )
+        except BadResult as error:
+            return Answer(status=BAD_RESULT, detail=f"environment {error}")
         except Exception as error:  # environments raise anything
             close(environment)
             return Answer(status="error", detail=explain(error)[:MAX_DETAIL])
