@@ -26,6 +26,7 @@ from settings import AlgorithmSettings
 
 UNFINISHED = "unfinished"  # finish_reason of a completion that a rollout has left (extras/carry.py)
 # Scores of a group that differ by no more than this are equal, so that rounding does not become an advantage.
+# [ours] Only the verifier's scores decide: penalties would hide that a group teaches nothing.
 ZERO_VARIANCE = 1e-6
 
 
@@ -198,14 +199,6 @@ def verdicts_of(completions: list[Completion]) -> list[Verdict]:
     return verdicts
 
 
-def are_equal(scores: list[float]) -> bool:
-    """Tell whether the valid scores of a group are equal up to rounding, so that their advantages are 0.
-
-    [ours] Only the verifier's score decides: penalties would hide that a group teaches nothing.
-    """
-    return max(scores) - min(scores) <= ZERO_VARIANCE
-
-
 @dataclass
 class Group:
     """One prompt of a step with its completions so far."""
@@ -256,7 +249,7 @@ class Group:
             inserted_tokens=sum(len(c.token_ids) - c.num_sampled for c in self.completions),
             turns=sum(turn.sampled for c in self.completions for turn in c.turns),
             completions=len(self.completions),
-            has_variance=len(scores) >= 2 and not are_equal(deciding),
+            has_variance=len(scores) >= 2 and max(deciding) - min(deciding) > ZERO_VARIANCE,
         )
 
 

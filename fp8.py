@@ -146,7 +146,7 @@ def simulate_rounding(
     collected, rounded as one matrix in vLLM's order and yielded together. Granite's experts are fused in
     files, too (input_linear, output_linear).
     """
-    pending: dict[str, dict[str, Tensor]] = {}  # {fused parameter: {name: projection}}
+    pending: dict[str, dict[str, tuple[str, Tensor]]] = {}  # {fused parameter: {part: (name, weight)}}
     for name, tensor in named_tensors:
         if not name.removesuffix(".weight").endswith(("_proj", ".w1", ".w2", ".w3", *GRANITE_EXPERTS)):
             yield name, tensor
@@ -159,28 +159,24 @@ def simulate_rounding(
             yield name, round_experts(tensor, round_weight)
             continue
         target = engine_name(name)
+        parts = next((parts for fused, parts in FUSED.items() if fused in target), ("",))
         projections = pending.setdefault(target, {})
-        projections[name] = tensor
-        if len(projections) == num_projections(target):
+        projections[next(part for part in parts if part in name)] = (name, tensor)
+        if len(projections) == len(parts):
             del pending[target]
-            projections = dict(sorted(projections.items(), key=place_in_fused))
-            rounded = round_weight(torch.cat(list(projections.values()), dim=-2))
-            yield from zip(projections, rounded.split([len(weight) for weight in projections.values()]))
+            names, weights = zip(*(projections[part] for part in parts))
+            rounded = round_weight(torch.cat(weights, dim=-2))
+            yield from zip(names, rounded.split([len(weight) for weight in weights]))
     if pending:
-        names = [name for projections in pending.values() for name in projections]
+        names = [name for projections in pending.values() for name, _ in projections.values()]
         raise ValueError(f"no partner of {', '.join(names)}: vLLM fuses these projections with others")
 
 
 GRANITE_EXPERTS = (".input_linear", ".output_linear")
-FUSED_ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # a file may hold another order
-
-
-def place_in_fused(item: tuple[str, Tensor]) -> int:
-    """Return the place of a named projection in the matrix that vLLM fuses; 0 for one that is not fused."""
-    names = [name in item[0] for name in FUSED_ORDER]
-    return names.index(True) if any(names) else 0
-
-
+FUSED = {  # the order in which vLLM joins projections; a file may hold another order
+    ".qkv_proj.": ("q_proj", "k_proj", "v_proj"),
+    ".gate_up_proj.": ("gate_proj", "up_proj"),
+}
 EXPERTS_PER_ROUNDING = 8  # per call, because rounding makes several float32 copies of its input
 
 
@@ -194,13 +190,6 @@ def round_experts(experts: Tensor, round_weight: Callable[[Tensor], Tensor]) -> 
     for chunk, target in zip(experts.split(EXPERTS_PER_ROUNDING), rounded.split(EXPERTS_PER_ROUNDING)):
         target.copy_(round_weight(chunk))
     return rounded
-
-
-def num_projections(target: str) -> int:
-    """Return the number of projections that vLLM fuses into a parameter."""
-    if ".qkv_proj." in target:
-        return 3
-    return 2 if ".gate_up_proj." in target else 1
 
 
 ROUNDINGS = {"fp8": fp8_round, "mxfp4": mxfp4_round}  # rollout.simulate_format

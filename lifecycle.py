@@ -59,6 +59,7 @@ from memory_plan import (
     with_sleep_level,
 )
 from moe_model import num_experts_of
+from plugins import SUFFIXES
 from reward import RewardPool, Verdict, check_functions, impossible_references, score_of, start_pool
 from rollout import RolloutEngine, SyncReport, check_driver, invalid_route, stops_of
 from runtime.agreement import check_inputs_agree, check_ranks_agree, digests_of_input, wait_for_ranks
@@ -70,7 +71,6 @@ from runtime.checkpoint import (
     find_checkpoint,
     lock_run_dir,
     prepare_run_dir,
-    record_data,
     remove_unfinished,
     resumes_exactly,
     save_checkpoint,
@@ -170,7 +170,7 @@ def set_up(config: Config) -> Run | None:
         check_ranks(stage_config, dist.get_world_size())
     lock, checkpoint, record = open_run_dir(config)
     state = state_of(record, config) if record else TrainState()
-    resolved = with_date(with_sleep(with_dtypes(config, record)), record)
+    resolved = with_date(with_sleep(with_dtypes(config, record)))
     if is_finished(resolved, checkpoint, state):
         report_finished(resolved, checkpoint, state)
         return None
@@ -181,7 +181,7 @@ def set_up(config: Config) -> Run | None:
     loaded = launch.loaded
     stage = state.stage.number
     evaluates = bool(loaded.eval_sets) and evaluation_is_due(state, launch.configs[stage])
-    record_launch(config, record, loaded, resolved, evaluates, launch.models())
+    record_launch(config, record, data, resolved, evaluates)
     start_trackers(accelerator, resolved, state.step)
     with clock("setup"):
         models = build_engine_and_policy(resolved, data, accelerator.device, clock)
@@ -240,7 +240,8 @@ def prepare_data(
     refuse_other_prompts(checkpoint, loaded.train, offers, config)
     check_fixed_models(largest, state)
     launch = Launch(largest, configs, hf_config, tokenizer, loaded, offers, state, max_model_len(largest))
-    launch.check()
+    for extra in active(largest):
+        extra.check(launch)
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, device, memory_line)
     return LaunchData(launch, checkpoint, model_dir, ep_group, pool, interaction, offline_scores)
@@ -286,7 +287,8 @@ def build_engine_and_policy(
         meter.watch(trainer)
         clock.on_end = meter.end_phase
     reference = build_reference(launch.config, trainer.module, data.ep_group, device)
-    launch.build(data.ep_group, device)
+    for extra in extras:
+        extra.build(launch, data.ep_group, device)
     return {"engine": engine, "judge": judge, "trainer": trainer, "reference": reference, "meter": meter}
 
 
@@ -421,19 +423,14 @@ def check_model(config: Config, hf_config) -> None:
 # ---- judge and reference ----
 def check_fixed_models(config: Config, state: TrainState) -> None:
     """Raise ValueError if judge or reference are unfit, or differ from those of the checkpoint."""
-    check_judge(config, state)
-    if config.algorithm.kl_coef > 0:  # the reference is read from model.path at every launch
-        folder = moe_model.model_folder(config.model.path)
-        state.reference = same_digest(config, "model.path", folder, state.reference)
-
-
-def check_judge(config: Config, state: TrainState) -> None:
-    """Raise ValueError if a generative judge cannot answer, or if its weights differ from the checkpoint."""
     reward = config.reward
     refuse_mute_judge(reward.judge, reward.judge_path, reward.judge_chat_template_args)
     refuse_failing_judge(reward.judge, reward.judge_path, reward.judge_template)
     if reward.judge_path:
         state.judge = same_digest(config, "reward.judge_path", Path(reward.judge_path), state.judge)
+    if config.algorithm.kl_coef > 0:  # the reference is read from model.path at every launch
+        folder = moe_model.model_folder(config.model.path)
+        state.reference = same_digest(config, "model.path", folder, state.reference)
 
 
 def build_trainer(
@@ -549,7 +546,7 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     gathered = from_all_ranks(reasons)
     leave_out(loaded, {name: reason for of_rank in gathered for name, reason in of_rank.items()})
     compared = [(local_prompts[i], *how) for i, how in comparisons.items()]
-    describe_references(loaded, compared, Path(config.run.dir) / "references.json", bool(checkpoint))
+    describe_references(loaded, compared, Path(config.run.dir) / "references.json", bool(is_resumed))
     if loaded.dropped:
         loaded.notes.append(f"{file} lists the rows left out")
 
@@ -609,28 +606,26 @@ def open_run_dir(config: Config) -> tuple[IO | None, Path | None, dict | None]:
 
 
 def record_launch(
-    config: Config,
-    record: dict | None,
-    loaded: LoadedSets,
-    resolved: Config,
-    evaluates: bool,
-    models: dict[str, str],
+    config: Config, record: dict | None, data: LaunchData, resolved: Config, evaluates: bool
 ) -> None:
     """Write the record of a launch that has passed all checks; a refused launch leaves the earlier one.
 
-    config, resolved: the settings as written, which may say auto, and without auto. The other arguments are
-    those of prepare_run_dir().
+    config, resolved: the settings as written, which may say auto, and without auto. record, evaluates: see
+    prepare_run_dir(). versions.json gets the digests of the loaded prompts, {name of the set: digest}, the
+    dtypes of policy and engine, the products {setting that says auto: {dtype: GFLOP/s}}, and the date that
+    chat templates write.
     """
     if dist.get_rank() == 0:
         run_dir = Path(config.run.dir)
-        prepare_run_dir(run_dir, config, record, evaluates, models)
-        write_dropped(run_dir / "dropped_rows.jsonl", loaded.dropped)
+        loaded = data.launch.loaded
         digests = {
             name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
         }
         facts: dict[str, object] = {"dtype": resolved.model.dtype, "rollout_dtype": resolved.rollout.dtype}
         facts |= {"data": digests, "prompt_date": resolved.data.date, "products": measured_products(config)}
-        record_data(run_dir, facts)
+        models = {} if record else {"weights": str(data.model_dir)}  # a resume begins with the checkpoint's
+        prepare_run_dir(run_dir, config, record, evaluates, models | data.launch.models(), facts)
+        write_dropped(run_dir / "dropped_rows.jsonl", loaded.dropped)
 
 
 def measured_products(config: Config) -> dict[str, dict[str, float]]:
@@ -675,12 +670,8 @@ def with_dtypes(config: Config, record: dict | None) -> Config:
     return resolved
 
 
-def with_date(config: Config, record: dict | None) -> Config:
-    """Return the settings with a date in place of data.date null: the checkpoint's, or rank 0's. Collective.
-
-    record: the state.json of the checkpoint to resume from.
-    """
-    config = with_saved_choices(config, record) if record else config
+def with_date(config: Config) -> Config:
+    """Return the settings with rank 0's date in place of data.date null. Collective."""
     today = from_rank_0(datetime.now().date().isoformat())
     return with_setting(config, "data.date", config.data.date or today)
 
@@ -898,14 +889,16 @@ def places_of_sets(eval_sets: EvalSets, k: int) -> Iterator[tuple[str, range, sl
 def groups_of(prompts: list[Prompt], indices: range) -> dict[str, list[int]]:
     """Return {"difficulty_2": its rows among this rank's prompts, "task_lcm": ...}: 12 levels, 64 tasks."""
     levels = sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]
-    tasks = [(task, task.replace("/", "_")) for task in sorted({p.task for p in prompts if p.task})[:64]]
-    groups: list[tuple[str, object, str]] = [("difficulty", level, f"{level:g}") for level in levels]
-    ends = ("p99", "hist", "max", "total")  # they would choose another reduction, see reduce_metrics()
-    groups += [("task", task, label + "_" * (label.rpartition("_")[2] in ends)) for task, label in tasks]
-    return {
-        f"{name}_{label}": [row for row, i in enumerate(indices) if getattr(prompts[i], name) == value]
-        for name, value, label in groups
-    }
+    tasks = sorted({p.task for p in prompts if p.task})[:64]
+    of_level = [("difficulty", level, f"difficulty_{level:g}") for level in levels]
+    of_task = [("task", task, f"task_{task.replace('/', '_')}") for task in tasks]
+    groups: dict[str, list[int]] = {}
+    for name, value, label in (*of_level, *of_task):
+        # An end such as _max would choose another reduction, see reduce_metrics().
+        while label in groups or label.rpartition("_")[2] in SUFFIXES:
+            label += "_"
+        groups[label] = [row for row, i in enumerate(indices) if getattr(prompts[i], name) == value]
+    return groups
 
 
 def evaluation_metrics(

@@ -592,6 +592,8 @@ def kv_cache_on_cpu(config: Config, hf_config: PretrainedConfig) -> int:
     VLLM_CPU_KVCACHE_SPACE (in GiB) replaces both values inside of vLLM.
     """
     if gib := os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        if not gib.isdigit() or int(gib) == 0:
+            raise ValueError(f"VLLM_CPU_KVCACHE_SPACE is {gib!r}: expected GiB of the KV cache, at least 1")
         return int(gib) * GIB
     if config.rollout.kv_cache_gib is not None:
         return int(config.rollout.kv_cache_gib * GIB)

@@ -168,7 +168,30 @@ def pack(
     share_prompts: store equal prompts once. Only the last prompt token is repeated for every sequence,
     because the sequence's first completion token is predicted from it.
     """
-    packed = pack_all(prompt_ids, completion_ids, device)
+    assert all(prompt_ids), "an empty prompt has no position that predicts the first completion token"
+    lengths = torch.tensor(
+        [max(1, len(p) + len(c) - 1) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+    )
+    num_sequences = len(lengths)
+    longest = int(lengths.max())
+    starts = lengths.cumsum(0) - lengths
+    sequence = torch.repeat_interleave(torch.arange(num_sequences), lengths)  # [T]
+    position_ids = torch.arange(int(lengths.sum())) - starts[sequence]  # [T]
+    input_ids = [
+        t for p, c in zip(prompt_ids, completion_ids) for t in [*p, *c][: max(1, len(p) + len(c) - 1)]
+    ]
+    predictors = [
+        torch.arange(start + len(p) - 1, start + len(p) - 1 + len(c))
+        for start, p, c in zip(starts.tolist(), prompt_ids, completion_ids)
+    ]
+    packed = PackedSequences(
+        input_ids=torch.tensor(input_ids).to(device),
+        position_ids=position_ids.to(device),
+        padded_index=(sequence * longest + position_ids).to(device),
+        padded_shape=(num_sequences, longest),
+        predictor_index=torch.cat(predictors).to(device),
+        target_ids=torch.tensor([t for c in completion_ids for t in c], dtype=torch.int64).to(device),
+    )
     return share(packed, prompt_ids, completion_ids) if share_prompts else packed
 
 
@@ -243,36 +266,6 @@ def without_copies(
         ),
         kept=kept_on_device,
         spread=new_row[source].to(device),
-    )
-
-
-def pack_all(
-    prompt_ids: list[list[int]], completion_ids: list[list[int]], device: torch.device | str
-) -> PackedSequences:
-    """Pack B (prompt, completion) pairs, each with a complete prompt."""
-    assert all(prompt_ids), "an empty prompt has no position that predicts the first completion token"
-    lengths = torch.tensor(
-        [max(1, len(p) + len(c) - 1) for p, c in zip(prompt_ids, completion_ids, strict=True)]
-    )
-    num_sequences = len(lengths)
-    longest = int(lengths.max())
-    starts = lengths.cumsum(0) - lengths
-    sequence = torch.repeat_interleave(torch.arange(num_sequences), lengths)  # [T]
-    position_ids = torch.arange(int(lengths.sum())) - starts[sequence]  # [T]
-    input_ids = [
-        t for p, c in zip(prompt_ids, completion_ids) for t in [*p, *c][: max(1, len(p) + len(c) - 1)]
-    ]
-    predictors = [
-        torch.arange(start + len(p) - 1, start + len(p) - 1 + len(c))
-        for start, p, c in zip(starts.tolist(), prompt_ids, completion_ids)
-    ]
-    return PackedSequences(
-        input_ids=torch.tensor(input_ids).to(device),
-        position_ids=position_ids.to(device),
-        padded_index=(sequence * longest + position_ids).to(device),
-        padded_shape=(num_sequences, longest),
-        predictor_index=torch.cat(predictors).to(device),
-        target_ids=torch.tensor([t for c in completion_ids for t in c], dtype=torch.int64).to(device),
     )
 
 
@@ -962,11 +955,6 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def rope_theta(config: PretrainedConfig) -> float:
-    """Return the base of the rotary position embedding."""
-    return float(config.rope_parameters["rope_theta"])
-
-
 def inverse_frequencies(config: PretrainedConfig) -> Tensor:
     """Return the angles per position of the R rotary dimensions, one per pair: [R/2] float32, in radians.
 
@@ -979,7 +967,7 @@ def inverse_frequencies(config: PretrainedConfig) -> Tensor:
         return ROPE_INIT_FUNCTIONS["llama3"](config)[0]
     width = int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
-    return (rope_theta(config) ** -exponents).float()
+    return (float(config.rope_parameters["rope_theta"]) ** -exponents).float()
 
 
 def multiplier(config: PretrainedConfig, field: str) -> float | None:

@@ -37,6 +37,7 @@ from verifiers.kinds import ENVIRONMENT, KINDS, RULE_KINDS, SLOW_KINDS, function
 from verifiers.lazy import LazyModule
 from verifiers.own import COMMON_ARGUMENTS, BadResult, Scale, explain, load_function, read_result
 from workers import (
+    BAD_RESULT,
     MAX_DETAIL,
     OF_CPU_TIME,
     OUT_OF_MEMORY,
@@ -60,7 +61,6 @@ sandbox = LazyModule("verifiers.sandbox")
 # 1 Verdicts: one rule per kind
 # ------------------------------------------------------------------------------------------------------------
 
-BAD_RESULT = "bad result"  # a worker's status of a BadResult, for which RewardPool raises
 NUMERIC_RTOL = Decimal("1e-6")  # relative tolerance, unless both numbers are whole
 
 
@@ -484,13 +484,13 @@ class RewardPool(WorkerPool[Verdict]):
         self.put(key, task(kind, completion, answer, fields, _opening(fields, prefix), prefix))
 
     def _finish(self, item, reply) -> None:
-        super()._finish(item, reply)
         if reply.status == BAD_RESULT:
             task = item.task
             prompt = f", prompt {str(task.fields['prompt'])[:80]!r}" if "prompt" in task.fields else ""
             raise RuntimeError(
                 f"reward function {reply.detail}. The row: reference answer {task.answer[:80]!r}{prompt}"
             )
+        super()._finish(item, reply)
 
 
 def worker_options(settings: "RewardSettings", log_path: str | os.PathLike | None) -> dict:

@@ -137,7 +137,7 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 def numbers_of(arguments):
-    """Turn texts such as 1e-3, which YAML reads as text, into numbers; keep other values."""
+    """Turn texts that spell a number, such as 1e-3 in YAML, into numbers; keep other values."""
     if not isinstance(arguments, dict):
         return arguments
     return {

@@ -179,7 +179,7 @@ def choose_prompts(
     history: PromptHistory,
     step: int,
     config: Config,
-    offers: Offers | None = None,
+    offers: Offers,
     first: int = 0,
 ) -> tuple[list[int], int]:
     """Return the next prompts that are not skipped (stage 1b), and the number of prompts offered for them.
@@ -188,10 +188,9 @@ def choose_prompts(
     offer is skipped with the probability of skip_prob(). Skipping is switched off after a full epoch of
     offers, so that the loop always ends.
 
-    offers: the prompts of the current part of the run (setting `stages`); None: all prompts. first: value of
-    `consumed` when this part began; it is added to the seed, so that earlier prompts return in a new order.
+    offers: the prompts of the current part of the run (setting `stages`). first: value of `consumed` when
+    this part began; it is added to the seed, so that earlier prompts return in a new order.
     """
-    offers = offers or Offers(range(len(history.tried)))
     chosen: list[int] = []
     num_offered = 0
     while len(chosen) < num_prompts:
@@ -252,13 +251,12 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     zero = config.zero_variance
     group_size = config.rollout.group_size
     number = rollout_number(run)
-    groups: list[Group] = []  # of all ranks, by slot; only Group.rank holds the completions
     outcomes: dict[int, GroupOutcome] = {}
     account: Counter[str] = Counter()
     probing: list[int] = []  # slots whose probe has not stopped the group
     last_round: list[int] = []  # slots of the last round
     carried = [job for extra in active(config) for job in extra.jobs(run)]  # of earlier steps
-    groups += [job.group for job in carried]
+    groups = [job.group for job in carried]  # of all ranks, by slot; only Group.rank holds the completions
     num_new = max(0, num_new_prompts(outcomes, last_round, probing, config) - len(carried))
     while num_new or probing or carried:
         chosen, num_offered = choose_prompts(
@@ -266,11 +264,10 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
             run.state.stage.first_prompt,
         )  # fmt: skip
         run.state.consumed_prompts += num_offered
-        num_refilled = num_new if outcomes else 0
         account["rounds"] += 1
         account["offered"] += num_offered
         account["skipped"] += num_offered - num_new
-        account["refilled"] += num_refilled
+        account["refilled"] += num_new if outcomes else 0
         new_groups = [Group(len(groups) + i, prompt_index) for i, prompt_index in enumerate(chosen)]
         groups += new_groups
         first_samples = range(zero.probe_size or group_size)
@@ -312,11 +309,6 @@ def is_continued(outcome: GroupOutcome, history: PromptHistory, step: int, confi
     return zero_variance_after(outcome, history, step, config) < config.zero_variance.probe_stop_prob
 
 
-def outcome_of(group: Group, config: Config) -> GroupOutcome:
-    """Summarise a group, whose variance is that of the whole score or of zero_variance.part."""
-    return group.outcome(config.reward.binary, config.zero_variance.part)
-
-
 def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
     """Deal jobs to ranks, sample and score; return the outcomes of finished groups by slot. Collective."""
     set_expected_costs(run, jobs)
@@ -332,7 +324,8 @@ def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
     finished = [group for group, _ in local_jobs if group.is_finished]
     for extra in active(run.config):
         extra.keep(run, [group for group, _ in local_jobs])
-    outcomes = from_all_ranks([outcome_of(group, run.config) for group in finished])
+    binary, part = run.config.reward.binary, run.config.zero_variance.part
+    outcomes = from_all_ranks([group.outcome(binary, part) for group in finished])
     return sorted(sum(outcomes, []), key=lambda outcome: outcome.slot)
 
 

@@ -35,12 +35,13 @@ from collections.abc import Callable, Coroutine, Generator, Hashable, Iterable, 
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from verifiers.own import load_function
+from verifiers import own
 
 # ------------------------------------------------------------------------------------------------------------
 # 1 Tasks and replies
 # ------------------------------------------------------------------------------------------------------------
 FAILED = ("timeout", "error")
+BAD_RESULT = "bad result"  # status of a verifiers.own.BadResult, for which a pool raises
 MAX_DETAIL = 200  # characters of a reply's detail
 
 
@@ -112,7 +113,7 @@ class Task(Generic[R]):
 
     def prepare(self) -> Traits:
         """Import the function or class of the kind; errors are ignored, because run() reports them."""
-        is_async = load_function(self.kind).is_async
+        is_async = own.load_function(self.kind).is_async
         return Traits(is_async=is_async, can_share=is_async)
 
     async def run(self, worker: "Worker") -> R:
@@ -350,6 +351,8 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
         return [readers[pipe] for pipe, _ in poller.poll(wait_ms) if pipe in readers]
 
     def _start(self) -> _Process:
+        from runtime.user_files import DIGESTS  # here, because workers would import pydantic
+
         # LD_PRELOAD and PYTHON* switches are not inherited. The hash seed can change sympy's order of terms.
         names = (*KEPT_VARIABLES, *self.options.env)
         env = {name: os.environ[name] for name in names if name in os.environ} | {"PYTHONHASHSEED": "0"}
@@ -359,6 +362,7 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
             "tokenizer": self._tokenizer,
             "code_limits": self.options.code_limits,
             "scales": self.options.scales,
+            "files": {str(file): digest for file, digest in DIGESTS.items() if digest},
             "parent": os.getpid(),
         }
         with open(self.options.log_path or os.devnull, "ab") as log:
@@ -480,6 +484,8 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
 
     def _finish(self, item: _Item, reply) -> None:
         """Record the reply of an item, or queue the next task that inquires into its failure."""
+        if reply.status == BAD_RESULT:
+            raise RuntimeError(reply.detail)
         answer = None
         if item.asker is not None:
             answer = reply
@@ -581,6 +587,7 @@ class Worker:
         self.module = module
         self.code_limits: dict = options["code_limits"]
         self.scales: dict = options["scales"]
+        own.DIGESTS.update(options["files"])
         self.decode = _decoder(options["tokenizer"])  # token ids to text; text stays as it is
         self.environments: dict[str, Any] = {}  # of the episodes that live here, see verifiers/tools.py
         self.limit_s = 0.0

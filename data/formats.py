@@ -289,13 +289,12 @@ def read_hub(name: str, subset: str | None, split: str) -> list[dict]:
 class BadRow(ValueError):
     """A row that cannot become a prompt.
 
-    where: file and row. reason: category for counting, for example "without an answer". detail: the value
-    that was read, and the remedy.
+    where: file and row, for the message. reason: category for counting, for example "without an answer".
+    detail: the value that was read, and the remedy.
     """
 
     def __init__(self, where: str, reason: str, detail: str):
         super().__init__(f"{where}: {detail}")
-        self.where = where
         self.reason = reason
         self.detail = detail
 
@@ -327,13 +326,11 @@ def column_names(rows: list[dict]) -> list[str]:
     return list(names)
 
 
-def field_text(row: dict, column: str, where: str, reason: str = "without text") -> str:
-    """Return a field as text. The float 3.0 becomes "3", because tables often store integers as floats."""
-    return text_from(field_of(row, column), column, where, reason)
-
-
 def text_from(value, column: str, where: str, reason: str) -> str:
-    """Return a value of a column as text (see field_text); BadRow unless the value is text or a number."""
+    """Return a value of a column as text; BadRow unless it is text or a number.
+
+    The float 3.0 becomes "3", because tables often store integers as floats.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     is_whole = isinstance(value, int) and not isinstance(value, bool)

@@ -56,15 +56,15 @@ class PromptHistory:
         prompt with neither, the guess is the mean over the prompts of the same dataset that have a length, or
         else over all prompts [ours]. At least 1 token.
         """
-        lengths_of_set: dict[str, list[float]] = {}
+        lengths_of_set: dict[str | None, list[float]] = {}  # None: of all prompts
         for prompt, tokens in zip(prompts, self.mean_tokens.tolist()):
-            for name in (prompt.source, "all") if tokens else ():
+            for name in (prompt.source, None) if tokens else ():
                 lengths_of_set.setdefault(name, []).append(tokens)
         guess = {name: sum(tokens) / len(tokens) for name, tokens in lengths_of_set.items()}
         lengths = []
         for index in indices:
             tokens = float(self.mean_tokens[index])
-            expected = tokens or guess.get(prompts[index].source, guess.get("all", 1.0))
+            expected = tokens or guess.get(prompts[index].source, guess.get(None, 1.0))
             lengths.append((max(1.0, expected), not tokens))
         return lengths
 

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +26,6 @@ from data.formats import (
     column_names,
     field_number,
     field_of,
-    field_text,
     has_field,
     json_value,
     load_tables,
@@ -37,7 +35,7 @@ from data.formats import (
 from data.references import plain_reference, refusal
 from settings import DataSettings, PromptSource
 from verifiers.answer import without_opened_thought
-from verifiers.kinds import KINDS, RULE_KINDS, functions_of, is_kind, parts_of, with_shares
+from verifiers.kinds import RULE_KINDS, functions_of, parts_of, with_shares
 from verifiers.tools import schemas_of
 
 COLUMNS = ("prompt", "answer", "kind", "difficulty")
@@ -136,11 +134,6 @@ class Row(NamedTuple):
     file: str
     number: int  # row in the file, from 1
     prompt: Prompt
-
-    @property
-    def where(self) -> str:
-        """Return file and row, for error messages."""
-        return f"{self.file}: row {self.number}"
 
 
 @dataclass
@@ -263,7 +256,7 @@ def refuse_unused_kind(source: PromptSource, columns: dict, rows: list[Row], tab
     column = columns["kind"]
     if not source.kind or not column or source.kind in kinds:
         return
-    if all(field_of(row, column) not in (None, source.kind) for row in rows_of(tables)):
+    if all(field_of(row, column) not in (None, source.kind) for _, rows in tables for row in rows):
         raise ValueError(
             f"{source.path}: kind {source.kind!r} of the settings is not used, because the column "
             f"{columns['kind']!r} says {', '.join(sorted(kinds))}; set columns: {{kind: null}} to ignore the "
@@ -317,10 +310,19 @@ class PromptMaker:
     def kind_of(self, row: dict, where: str) -> str:
         """Return the verifier of a row; ValueError if the row names a function outside of the settings."""
         column = self.columns["kind"]
-        if column and field_of(row, column) is not None:
-            kind = field_text(row, column, where, "without a kind")
-            if not is_kind(kind) or not self.allowed.issuperset(functions_of(kind)):
-                raise ValueError(unknown_kind(kind, where))
+        value = field_of(row, column) if column else None
+        if value is not None:
+            kind = text_from(value, column, where, "without a kind")
+            try:
+                is_allowed = self.allowed.issuperset(functions_of(kind))
+            except ValueError as error:
+                remedy = "if the column does not name verifiers, set columns: {kind: null}"
+                raise ValueError(f"{where}: {error}; {remedy}") from None
+            if not is_allowed:
+                raise ValueError(
+                    f"{where}: kind {kind!r} would run code that a data file names. If you trust it, name it "
+                    "in the settings: in data.train[].kind, data.eval[].kind or reward.functions"
+                )
             return kind
         answer = field_of(row, self.columns["answer"]) if self.columns["answer"] else None
         is_gsm8k = field_of(row, "data_source") == "openai/gsm8k" or "####" in str(answer)
@@ -388,10 +390,10 @@ class PromptMaker:
                 return text_from(value, column, where, "without an answer")
             if isinstance(value, list) and len(value) == 1:
                 (value,) = value
-        is_text = not isinstance(value, (list, dict))
-        text = json.dumps(json_value(value))
-        if is_text:
+        if is_text := not isinstance(value, (list, dict)):
             text = text_from(value, column, where, "without an answer")
+        else:
+            text = json.dumps(json_value(value))
         if verifiers & {"math", "numeric"}:
             text = plain_reference(text)
         if reason := refusal(text, verifiers):
@@ -426,12 +428,6 @@ class PromptMaker:
         )
 
 
-def rows_of(tables: list[Table]) -> Iterator[dict]:
-    """Yield the rows of all files."""
-    for _, rows in tables:
-        yield from rows
-
-
 def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str | None]:
     """Return the column of each role in COLUMNS; None if the dataset has no column for an optional role."""
     if unknown := set(source.columns) - set(COLUMNS):
@@ -441,10 +437,11 @@ def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str 
     if source.kind and not any(verifier in RULE_KINDS for _, verifier in parts_of(source.kind)):
         optional.add("answer")  # custom functions may judge a completion by itself
     resolved = {}
+    all_rows = [row for _, rows in tables for row in rows]
     for role in COLUMNS:
         named = source.columns.get(role)
         candidates = (named,) if named else () if role in source.columns else KNOWN_COLUMNS[role]
-        present = (column for column in candidates if any(has_field(row, column) for row in rows_of(tables)))
+        present = (column for column in candidates if any(has_field(row, column) for row in all_rows))
         resolved[role] = next(present, None)
         if resolved[role] or (role in optional and not named) or (role == "answer" and not candidates):
             continue
@@ -456,17 +453,6 @@ def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str 
             f"columns: {{{role}: ...}}, or --columns of data.score"
         )
     return resolved
-
-
-def unknown_kind(kind: str, where: str) -> str:
-    """Return the error message for a row with an unknown or not permitted verifier."""
-    if ":" not in kind:
-        remedy = "if the column does not name verifiers, set columns: {kind: null}"
-        return f"{where}: kind {kind!r} is none of {', '.join(KINDS)}; {remedy}"
-    return (
-        f"{where}: kind {kind!r} would run code that a data file names. If you trust the function, name it "
-        "in the settings: in data.train[].kind, data.eval[].kind or reward.functions"
-    )
 
 
 def task_of(prompt: Prompt) -> str:
@@ -511,11 +497,11 @@ class OfflineScore(NamedTuple):
     wrong_rate: float  # in [0, 1], share of fully wrong completions
 
 
-def date_of_scores(path, data_date: str | None = None) -> str:
-    """Return a hint for a message, if the prompts of a score file were rendered with another date."""
+def date_of_scores(path) -> str:
+    """Return a hint for a message, if a score file holds the date of its prompts."""
     with open(path, encoding="utf-8") as file:
         date = json.loads(file.readline()).get("date")
-    return "" if date in (None, data_date) else f"; its prompts hold the date {date}: set data.date={date}"
+    return f"; its prompts hold the date {date}, which data.date={date} sets" if date else ""
 
 
 def load_scores(path) -> dict[str, OfflineScore | None]:

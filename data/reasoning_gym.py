@@ -1,4 +1,4 @@
-"""Make rows of reasoning-gym: 99 tasks with verifiers and levels of difficulty, made by rules from a seed.
+"""Make rows of reasoning-gym: 98 tasks with verifiers and levels of difficulty, made by rules from a seed.
 
     python -m data.reasoning_gym --tasks gcd lcm chain_sum --rows 2000 --seed 0 --output data/built/gym
     python -m data.reasoning_gym --tasks gcd lcm --difficulty 0 2 --rows 400 --output data/built/gym

@@ -46,7 +46,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is impo
 
 import torch
 import torch.distributed as dist
-import yaml
 from pydantic import ValidationError
 from safetensors import safe_open
 from tqdm import tqdm
@@ -59,7 +58,7 @@ from reward import Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
 from runtime.agreement import check_inputs_agree, digests_of_input
 from runtime.checkpoint import digest_of_files
-from runtime.config import explain, merge, read_override
+from runtime.config import explain, merge, read_mapping, read_override
 from runtime.launch import join_ranks, leave, one_line, run
 from runtime.schedule import from_rank_0
 from runtime.user_files import digest_of_file, file_of
@@ -377,24 +376,13 @@ def data_settings(args: argparse.Namespace) -> DataSettings:
         source["columns"] = {role: None if column == "null" else column for role, _, column in pairs}
     try:
         if "chat_template_args" in data:
-            data["chat_template_args"] = read_template_args(data["chat_template_args"])
+            data["chat_template_args"] = read_mapping("--chat-template-args", data["chat_template_args"])
         settings = DataSettings(eval=[PromptSource(path=args.prompts, **source)], **data)
     except ValidationError as error:
         name, _, why = explain(error, PromptSource).partition(":")
         raise ValueError(f"--{name.replace('_', '-')}:{why}") from error
     check_data(settings)
     return settings
-
-
-def read_template_args(text: str | None) -> dict:
-    """Read the option --chat-template-args, for example "{enable_thinking: false}"; {} for None."""
-    try:
-        values = yaml.safe_load(text or "{}")
-    except yaml.YAMLError as error:
-        raise ValueError(f"--chat-template-args: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"--chat-template-args {text!r} must be a mapping")
-    return values
 
 
 def trailing_settings(args: argparse.Namespace) -> tuple[RewardSettings, list[str]]:

@@ -66,7 +66,7 @@ def load_stages(
     stage.
     """
     if len(data) == 1:
-        return [load_sets(data[0], tokenizer, max_prompt_tokens[0], functions, seed=0)]
+        return [load_sets(data[0], tokenizer, max_prompt_tokens[0], functions)]
     refuse_holdouts(data, max_prompt_tokens, places)
     kinds = {source.kind for stage in data for source in (*stage.train, *stage.eval) if source.kind}
     functions = sorted({*functions, *kinds})
@@ -76,13 +76,13 @@ def load_stages(
         train = stage.model_copy(update={"eval": []})
         if key not in loaded:
             try:
-                loaded[key] = load_sets(train, tokenizer, tokens, functions, seed=0)
+                loaded[key] = load_sets(train, tokenizer, tokens, functions)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
     first = loaded[keys[0]]
     if data[0].eval:
         held_out = data[0].model_copy(update={"train": []})
-        held_out = load_sets(held_out, tokenizer, max(max_prompt_tokens), functions, seed=0)
+        held_out = load_sets(held_out, tokenizer, max(max_prompt_tokens), functions)
         first.eval_sets |= held_out.eval_sets
         first.notes += held_out.notes
         first.dropped += held_out.dropped

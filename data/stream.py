@@ -138,13 +138,11 @@ class LoadedSets:
         return [prompt for prompts, _ in self.by_name().values() for prompt in prompts]
 
 
-def load_sets(
-    data: DataSettings, tokenizer, max_prompt_tokens: int, functions: list[str], seed: int
-) -> LoadedSets:
+def load_sets(data: DataSettings, tokenizer, max_prompt_tokens: int, functions: list[str]) -> LoadedSets:
     """Load the training prompts and the held-out sets; ValueError if a prompt is in both.
 
     functions: custom verifiers that rows may name; functions in the `kind` of a source are allowed as well,
-    because they also come from the settings. seed: selects the rows of a holdout.
+    because they also come from the settings.
     """
     check_data(data)
     sources = [*data.train, *data.eval]
@@ -159,7 +157,7 @@ def load_sets(
         is_train = number < len(data.train)
         held_out = [True] * len(pairs)
         if is_train:
-            held_out = split_holdout([row for row, _ in pairs], source, seed)
+            held_out = split_holdout([row for row, _ in pairs], source)
         for (row, ids), is_held_out in zip(pairs, held_out):
             if is_held_out:
                 eval_prompts, eval_ids = loaded.eval_sets.setdefault(source.label, ([], []))
@@ -250,15 +248,16 @@ def drop_overlong(
             f"the prompt has {len(ids)} tokens, {limit}: {row.prompt.text[:80]!r}; raise the limit or remove "
             "the row"
         )
-        error = BadRow(row.where, reason, detail)
+        error = BadRow(f"{row.file}: row {row.number}", reason, detail)
         drop_or_stop(error, data, prompt_set.source, row.file, row.number, prompt_set.dropped)
     return pairs
 
 
-def split_holdout(rows: list[Row], source: PromptSource, seed: int) -> list[bool]:
-    """Tell for each row of a training set whether the row is held out, by a hash of seed and question.
+def split_holdout(rows: list[Row], source: PromptSource) -> list[bool]:
+    """Tell for each row of a training set whether the row is held out, by a hash of the question.
 
-    Copies of a question stay together, so that slightly more rows than data.train[].holdout may be held out.
+    So all runs and evaluations hold out the same rows, whatever their seed. Copies of a question stay
+    together, so that slightly more rows than data.train[].holdout may be held out.
     """
     if not source.holdout:
         return [False] * len(rows)
@@ -267,7 +266,7 @@ def split_holdout(rows: list[Row], source: PromptSource, seed: int) -> list[bool
     copies = Counter(questions)
     held_out = set()
     num_held_out = 0
-    for question in sorted(copies, key=lambda question: (seed_of(seed, "holdout", question), question)):
+    for question in sorted(copies, key=lambda question: (seed_of(0, "holdout", question), question)):
         if num_held_out >= target:
             break
         held_out.add(question)

@@ -117,7 +117,8 @@ def sample_sets(seed: int) -> dict[str, list[dict]]:
 def with_tools(model: Path, output: Path) -> None:
     """Make a folder with the files of a model and TEMPLATE; ValueError if it holds files of another model."""
     output.mkdir(parents=True, exist_ok=True)
-    files = {file.name: file for file in model.iterdir() if file.name != "chat_template.jinja"}
+    files = {file.name: file for file in model.iterdir() if file.is_file()}
+    files.pop("chat_template.jinja", None)
     for target in output.iterdir():
         is_ours = target.name in files and target.samefile(files[target.name])
         if not is_ours and target.name != "chat_template.jinja":

@@ -58,6 +58,7 @@ def read_declaration(file: Path) -> dict:
         ("rows", "a list of names", is_list_of(declared["rows"], str)),
         ("seeds", "a list of whole numbers", is_list_of(declared["seeds"], int)),
         ("contrasts", 'a list of {"row": ..., "parent": ...}', all(map(is_contrast, contrasts))),
+        ("instances", '{"recipe": name, "seeds_each": number}', is_instances(declared.get("instances"))),
     ):
         if not has_form:
             raise ValueError(f"{file}: {key} must be {form}, not {json.dumps(declared[key])[:80]}")
@@ -70,6 +71,16 @@ def read_declaration(file: Path) -> dict:
 def is_list_of(values: object, kind: type) -> bool:
     """Tell whether a value is a list of values of a type."""
     return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
+def is_instances(value: object) -> bool:
+    """Tell whether a value is {"recipe": name, "seeds_each": number, ...}, or None: no task instances."""
+    return value is None or (
+        isinstance(value, dict)
+        and isinstance(value.get("recipe"), str)
+        and type(value.get("seeds_each")) is int
+        and value["seeds_each"] > 0
+    )
 
 
 def is_contrast(value: object) -> bool:
@@ -113,10 +124,10 @@ def declaration_at(commit: str, file: Path) -> dict | None:
     return None if shown.returncode else json.loads(shown.stdout)
 
 
-def commit_problems(file: Path, records: list[dict], with_choice: bool) -> list[str]:
+def commit_problems(file: Path, records: list[dict]) -> list[str]:
     """Return a sentence for each commit of a run that lacks the declaration, and for each unclean checkout.
 
-    with_choice: the commits must also hold the present tuning.json, if the study has the file.
+    The commits must also hold the present tuning.json, if the study has the file.
     """
     declared = read_declaration(file)
     problems = []
@@ -137,9 +148,7 @@ def commit_problems(file: Path, records: list[dict], with_choice: bool) -> list[
         if earlier != declared:
             state = "has no declaration" if earlier is None else "has another declaration"
             problems.append(f"commit {commit} of a run {state}; declare first, then run")
-        elif (
-            with_choice and tuned.is_file() and declaration_at(commit, tuned) != json.loads(tuned.read_text())
-        ):
+        elif tuned.is_file() and declaration_at(commit, tuned) != json.loads(tuned.read_text()):
             problems.append(f"commit {commit} of a run has another tuning.json; commit the choice, then test")
         elif "commit" in declared and not descends(commit, declared["commit"], file.parent):
             problems.append(f"commit {commit} of a run does not descend from {declared['commit']}")
@@ -150,7 +159,10 @@ def admitted_deviations(study: Path) -> set[str]:
     """Return the names in deviations.json of a study; ValueError for an entry without names or a reason."""
     file = study / "deviations.json"
     entries = json.loads(file.read_text()) if file.is_file() else []
-    if not all(is_list_of(entry.get("names"), str) and entry.get("reason") for entry in entries):
+    if not all(
+        isinstance(entry, dict) and is_list_of(entry.get("names"), str) and entry.get("reason")
+        for entry in entries
+    ):
         raise ValueError(f"{file}: each entry needs names, a list, and a reason")
     return {name for entry in entries for name in entry["names"]}
 
@@ -274,7 +286,7 @@ def problems_of(file: Path, records: list[dict]) -> list[str]:
     """Return a sentence for each disagreement of a declaration with the records of its study."""
     study = file.parent
     declared = read_declaration(file)
-    problems = commit_problems(file, records, with_choice=True)
+    problems = commit_problems(file, records)
     expected = {(row, seed) for row in declared["rows"] for seed in declared["seeds"]}
     found = {(record["row"], record["seed"]) for record in records}
     problems += [f"row {row}, seed {seed} is not declared" for row, seed in sorted(found - expected)]

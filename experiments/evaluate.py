@@ -58,7 +58,15 @@ from experiments.page.build import (
     token_details,
 )
 from reward import RewardPool, Verdict, check_functions, impossible_references, start_pool
-from runtime.config import Section, explain, flat_settings, merge, read_override, with_settings_apart
+from runtime.config import (
+    Section,
+    explain,
+    flat_settings,
+    merge,
+    read_mapping,
+    read_override,
+    with_settings_apart,
+)
 from runtime.launch import leave, one_line, run
 from settings import RewardSettings
 from workers import FAILED
@@ -361,7 +369,7 @@ class Task(NamedTuple):
     prompt_ids: list[int]
 
 
-def load_tasks(settings, tokenizer, seed: int) -> tuple[list[Task], list[str]]:
+def load_tasks(settings, tokenizer) -> tuple[list[Task], list[str]]:
     """Load and tokenise the prompts of all sets; return the tasks, and notes to print.
 
     ValueError names an unusable row of a set, or a reward function that cannot be called.
@@ -369,7 +377,7 @@ def load_tasks(settings, tokenizer, seed: int) -> tuple[list[Task], list[str]]:
     from data.stream import load_sets
 
     functions = settings.reward.functions
-    loaded = load_sets(settings.data, tokenizer, settings.rollout.max_prompt_tokens, functions, seed)
+    loaded = load_sets(settings.data, tokenizer, settings.rollout.max_prompt_tokens, functions)
     tasks: list[Task] = []
     for prompts, prompt_ids in loaded.eval_sets.values():
         for place, (prompt, ids) in enumerate(zip(prompts, prompt_ids)):
@@ -580,7 +588,12 @@ def read_rows(place: Path) -> list[dict]:
         raise ValueError(f"--run {place}: no such folder or file; name the run.dir of a run, or its *.jsonl")
     file = place / "samples.jsonl" if place.is_dir() else place
     *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
-    rows = [json.loads(line) for line in lines]
+    try:
+        rows = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"--run {place}: {file.name} is no JSONL of completions ({error})") from error
+    if not all(isinstance(row, dict) and "completion" in row for row in rows):
+        raise ValueError(f"--run {place}: a row of {file.name} holds no completion; name a samples.jsonl")
     if not rows:
         raise ValueError(f"--run {place}: {file.name} has no row yet; rows come every run.log_every steps")
     return rows
@@ -749,17 +762,6 @@ def read_settings(args: argparse.Namespace, context: int):
     return settings
 
 
-def read_mapping(option: str, text: str) -> dict:
-    """Parse {key: value} of the command line as YAML; ValueError names the option."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{option}: {' '.join(str(error).split())}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} {text}: expected {{name: value, ...}}")
-    return value
-
-
 def sleep_level(args: argparse.Namespace) -> int:
     """Return 2, which frees the engine's weights, if the trainer needs the GPU after the engine; else 0."""
     import torch
@@ -784,7 +786,7 @@ def without_auto(settings, tokenizer, date: str | None):
     settings = with_setting(settings, "rollout.dtype", dtype)
     if not reads_clock(tokenizer):
         return settings
-    return with_date(with_setting(settings, "data.date", date), None)
+    return with_date(with_setting(settings, "data.date", date))
 
 
 def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
@@ -800,7 +802,7 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     refuse_overwriting(args, settings.data.eval)
     tokenizer = load_tokenizer(folder)
     settings = without_auto(settings, tokenizer, date_of(args.model, settings))
-    tasks, notes = load_tasks(settings, tokenizer, args.seed)
+    tasks, notes = load_tasks(settings, tokenizer)
     rows_of_rank = {"--data": digest_of_rows((task.prompt, task.prompt_ids) for task in tasks)}
     check_inputs_agree(digests_of_input("--model", folder) | rows_of_rank)
     say("\n".join([*notes, *training_warnings(args.model, settings)]))

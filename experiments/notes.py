@@ -21,7 +21,7 @@ Records = dict[str, list[dict]]  # {row: records of its runs, by seed}
 class Shown:
     """The parts of a table on which its note depends."""
 
-    metric: str = ""  # --metric; "": the table of a module, which computes figures of its own
+    metric: str = ""  # --metric
     compared: set[tuple[str, str]] = field(default_factory=set)  # (row, parent) of the shown differences
     corrected: set[tuple[str, str]] = field(default_factory=set)  # (row, parent) under one Holm correction
 

@@ -185,13 +185,10 @@ class Task:
 
         change: for example {"rollout.sleep_level": 2, "gpus": 16}.
         """
-        sections = {}
+        config = self.config
         for name, value in change.items():
-            section, _, key = name.partition(".")
-            if key:
-                current = sections.get(section, getattr(self.config, section))
-                sections[section] = current.model_copy(update={key: value})
-        config = self.config.model_copy(update=sections)
+            if name != "gpus":
+                config = memory_plan.with_setting(config, name, value)
         return replace(self, config=config, num_gpus=change.get("gpus", self.num_gpus))
 
     def setting(self, name: str) -> object:
@@ -266,11 +263,6 @@ class Task:
         return self.prompt_tokens + self.new_tokens
 
     @property
-    def tokens_per_forward(self) -> int:
-        """Return the padded tokens of a micro-batch."""
-        return self.config.train.tokens_per_forward(on_gpu=True)
-
-    @property
     def rows_together(self) -> float:
         """Return the mean number of completions that share one pass over their prompt in the trainer.
 
@@ -280,7 +272,7 @@ class Task:
         """
         if not self.config.train.share_prompts or self.prompt_tokens < self.new_tokens:
             return 1
-        rows = self.tokens_per_forward / self.sequence_tokens
+        rows = self.config.train.tokens_per_forward(on_gpu=True) / self.sequence_tokens
         return max(1, min(rows, self.config.rollout.group_size))
 
     @property
@@ -431,7 +423,7 @@ def num_reductions(task: Task) -> int:
     train = task.config.train
     if train.zero_stage == 1:
         return task.num_updates
-    micro_batch_tokens = max(task.tokens_per_forward, task.sequence_tokens)
+    micro_batch_tokens = max(task.config.train.tokens_per_forward(on_gpu=True), task.sequence_tokens)
     return task.num_updates * math.ceil(task.grid_tokens / train.minibatches_per_step / micro_batch_tokens)
 
 

@@ -44,7 +44,7 @@ from scipy.stats import binomtest
 from data import smollm2
 from experiments.bench.common import markdown, mean_with_range, replace_text, torchrun, write_json
 from experiments.evaluate import best_constants, samples_page
-from experiments.text_quality import LABELS, read_rows, text_quality
+from experiments.text_quality import read_rows, text_quality
 from runtime.launch import leave, run
 from runtime.memory import free_memory
 
@@ -273,7 +273,10 @@ ROWS = {
     "cut_frac": "cut at the limit",
     "answers_perplexity": "perplexity of the answers under the start model",
     "mean_words": "words of a text",
-    **{name: LABELS[name] for name in ("perplexity_start", "kl_to_start", "distinct_2", "repeated_4grams")},
+    "perplexity_start": "perplexity under the start model",
+    "kl_to_start": "KL from the start model, full vocabulary, nats per token",
+    "distinct_2": "distinct 2-grams per word",
+    "repeated_4grams": "share of repeated 4-grams in a completion",
 }
 
 

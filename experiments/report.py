@@ -69,7 +69,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ from scipy import optimize, stats
 
 from experiments.bench import common
 from experiments.declaration import check_study
-from experiments.history import content_at, is_complete
+from experiments.history import content_at, git, is_complete
 from experiments.notes import Shown, notes_of
 from experiments.records import check_records, index_of
 from experiments.starts import all_problems
@@ -469,23 +468,18 @@ def paired_p(differences: np.ndarray) -> float | None:
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 
-def detectable_effect(error: float, freedom: float, level: float = 0.05, power: float = 0.8) -> float:
-    """Return the true difference at which a t-test with this standard error has the given power.
+def detectable_difference(differences: np.ndarray) -> float | None:
+    """Return the true difference that a paired t-test at 0.05 finds with power 0.8; None without variance.
 
     The statistic of a true difference d has a noncentral t-distribution with noncentrality d / error. The far
-    tail on the other side, below 1e-4 at a power of 0.8 and five pairs, is left out.
+    tail on the other side, below 1e-4 at five pairs, is left out. None for fewer than two pairs, too.
     """
-    critical = stats.t.ppf(1 - level / 2, freedom)
-    noncentrality = optimize.brentq(lambda c: stats.nct.sf(critical, freedom, c) - power, 0.0, 10 * critical)
-    return float(noncentrality * error)
-
-
-def detectable_difference(differences: np.ndarray) -> float | None:
-    """Return detectable_effect() of the paired t-test; None for fewer than two pairs or without variance."""
     n = len(differences)
     if n < 2 or are_equal(differences):
         return None
-    return detectable_effect(differences.std(ddof=1) / math.sqrt(n), n - 1)
+    critical = stats.t.ppf(0.975, n - 1)
+    noncentrality = optimize.brentq(lambda c: stats.nct.sf(critical, n - 1, c) - 0.8, 0.0, 10 * critical)
+    return float(noncentrality * differences.std(ddof=1) / math.sqrt(n))
 
 
 def paired_figures(rows: dict[str, list[Run]], parents: dict[str, str], block: int = 1) -> dict[str, dict]:
@@ -844,10 +838,7 @@ def check_table(table: DocTable, lines: list[str], file: Path, fix: bool) -> tup
 
 def list_documents(root: Path) -> list[str]:
     """List the *.md files below root that git tracks or would add."""
-    done = subprocess.run(
-        ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md")
     if done.returncode:
         raise ValueError(f"git cannot list the documents of {root} ({done.stderr.strip()})")
     return [name for name in sorted(set(done.stdout.split("\0")) - {""}) if (root / name).is_file()]

@@ -57,7 +57,7 @@ if __name__ == "__main__":
 from data.tiny import recipe_of
 from experiments import records, report, starts
 from experiments.bench.common import markdown
-from experiments.declaration import warnings_of_launch
+from experiments.declaration import read_declaration, warnings_of_launch
 from runtime.config import differences, flat_settings, with_paths_from
 from runtime.old_settings import present_settings, settings_of_record
 from runtime.provenance import commit_of
@@ -125,7 +125,7 @@ def instance_settings(row: Path, script: Path, seed: int) -> list[str]:
     0 has no number.
     """
     file = row.parent / "declared.json"
-    instances = json.loads(file.read_text()).get("instances") if file.is_file() else None
+    instances = read_declaration(file).get("instances") if file.is_file() else None
     number = seed // instances["seeds_each"] if instances else 0
     if not number:
         return []
@@ -408,7 +408,7 @@ def start_settings(args: argparse.Namespace, start: Path) -> list[str]:
     A file that is not beside the start, for example a pool of prompts, stays in data/built. start: model
     folder of the start, for example experiments/starts/chains/model.
     """
-    script = load_script(from_root(args.script))
+    script = load_script(ROOT / from_root(args.script))
     config = script.load_config(["--config", str(args.rows[0]), *args.settings])
     values = config.model_dump(mode="json", exclude_defaults=True)
     stages = {"stages": values.pop("stages")} if "stages" in values else {}

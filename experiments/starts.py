@@ -71,7 +71,9 @@ def problems_of(start: Path) -> list[str]:
         return [f"{start}: {RECORD} is missing; `python -m experiments.starts add` writes it"]
     recorded = record["files"]
     present = digests_of(start)
-    changed = sorted(name for name in recorded | present if recorded.get(name) != present.get(name))
+    if extra := sorted(present.keys() - recorded.keys()):
+        return [f"{start}: {', '.join(extra)}: not of the start; move to another folder"]
+    changed = sorted(name for name in recorded if recorded[name] != present.get(name))
     remedy = f"`python -m experiments.starts get {start.name}`" if "commit" in record else "git"
     return [f"{start}: {', '.join(changed)}: not as committed; restore with {remedy}"] if changed else []
 

@@ -203,17 +203,6 @@ def text_quality(rows: list[dict], model_folder: str | Path, start_folder: str |
     }
 
 
-LABELS = {
-    "num_completions": "completions", "mean_tokens": "tokens", "mean_words": "words",
-    "empty_frac": "share of empty completions", "perplexity_start": "perplexity under the start model",
-    "kl_to_start": "KL from the start model, full vocabulary, nats per token",
-    "distinct_1": "distinct 1-grams per word", "distinct_2": "distinct 2-grams per word",
-    "distinct_3": "distinct 3-grams per word", "distinct_words": "words for distinct n-grams",
-    "repeated_4grams": "share of repeated 4-grams in a completion",
-    "repeated_openings": "share of completions with a repeated opening",
-}  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Files
 # ------------------------------------------------------------------------------------------------------------

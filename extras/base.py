@@ -43,16 +43,6 @@ class Launch:
     context: int  # longest prompt + completion, in tokens
     extras: dict[str, Any] = field(default_factory=dict)  # becomes run.extras
 
-    def check(self) -> None:
-        """Let all extras read and check their files. Collective."""
-        for extra in active(self.config):
-            extra.check(self)
-
-    def build(self, ep_group, device) -> None:
-        """Let all extras build their models. Collective."""
-        for extra in active(self.config):
-            extra.build(self, ep_group, device)
-
     def models(self) -> dict[str, str]:
         """Return {name in versions.json: folder} of the extras' models."""
         return {name: folder for e in active(self.config) for name, folder in e.models(self.config).items()}

@@ -103,13 +103,8 @@ class Centering(Extra):
         """Centering needs the weight of every token, also of those not sampled."""
         algo = config.algorithm
         per_completion = ("sequence_tis", "sequence_mask", "geometric_mask")
-        if bool(config.data.tools):
-            yield "{centering.enabled} is not implemented for inserted tokens of {data.tools}: leave one out"
-        if config.data.environment is not None:
-            yield (
-                "{centering.enabled} is not implemented for inserted tokens of {data.environment}: leave one "
-                "out"
-            )
+        if config.has_turns:
+            yield "{centering.enabled} is not implemented for turns of {data.tools} or {data.environment}"
         if algo.gain is not None:
             yield (
                 "{centering.enabled} needs the weight of every token, also of those not sampled, and "

@@ -210,7 +210,7 @@ class TeacherExtra(Extra):
 
     def models(self, config):
         """Name the teacher."""
-        return {"teacher_weights": config.teacher.path}
+        return {"teacher_weights": str(moe_model.model_folder(config.teacher.path))}
 
     def inputs(self, config):
         """Name the teacher and its pass rates."""

@@ -222,22 +222,27 @@ def keep_earlier_record(run_dir: Path) -> Path | None:
     backup = next(folder for folder in folders if not folder.exists())
     backup.mkdir()
     logs = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "outcomes.json", "tensorboard")
-    for name in (*logs, "versions.json", "source", "config.yaml"):
+    for name in (*logs, "nonfinite", "versions.json", "source", "config.yaml"):
         if (run_dir / name).exists():
             (run_dir / name).rename(backup / name)
     return backup
 
 
 def prepare_run_dir(
-    run_dir: Path, config, record: dict | None, evaluates: bool = True, models: dict[str, str] | None = None
+    run_dir: Path,
+    config,
+    record: dict | None,
+    evaluates: bool = True,
+    models: dict[str, str] | None = None,
+    facts: dict[str, object] | None = None,
 ) -> None:
     """Write settings, source code and versions, and drop metrics of steps after the checkpoint.
 
     record: the state.json of the checkpoint to resume from; None for a start from step 0, which moves the
     files of an earlier launch to earlier_N. evaluates: the launch begins with an evaluation. models: {name in
-    versions.json: folder} of models besides policy and judge. If the
-    environment changed between launches, for example the version of torch or the commit, versions.json lists
-    the earlier ones under `earlier`.
+    versions.json: folder} of models, where `weights` is the start of the policy. facts: further entries of
+    versions.json, see lifecycle.record_launch(). If the environment changed between launches, for example the
+    version of torch or the commit, versions.json lists the earlier ones under `earlier`.
     """
     backup = None if record else keep_earlier_record(run_dir)
     if backup:
@@ -247,14 +252,16 @@ def prepare_run_dir(
     write_text(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
     with writing(run_dir / "source"):
         versions = versions_of() | save_source(run_dir / "source", map(file_of, user_files))
-        versions |= {"date": now(), "machine": machine_of()}
-        versions["weights"] = digest_of_weights(Path(config.model.path))
-        models = {"judge_weights": config.reward.judge_path, **(models or {})}
-        versions |= {name: digest_of_weights(Path(folder)) for name, folder in models.items() if folder}
-        versions |= {"plugins": user_files} if user_files else {}
-        earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
-        versions |= {"earlier": earlier} if earlier else {}
-        write_text(run_dir / "versions.json", json.dumps(versions, indent=1))
+    versions |= {"date": now(), "machine": machine_of()}
+    previous = previous_versions(run_dir / "versions.json") if record else {}
+    models = {"weights": config.model.path, "judge_weights": config.reward.judge_path, **(models or {})}
+    digests = {name: digest_of_weights(Path(folder)) for name, folder in models.items() if folder}
+    # A resume does not download a model of the hub again.
+    versions |= {name: digest or previous.get(name) for name, digest in digests.items()}
+    versions |= {"plugins": user_files} if user_files else {}
+    earlier = earlier_starts(previous, versions, facts or {})
+    versions |= {"earlier": earlier} if earlier else {}
+    write_text(run_dir / "versions.json", json.dumps(versions | (facts or {}), indent=1))
     (run_dir / "summary.json").unlink(missing_ok=True)  # an earlier, shorter run may have written one
     for file in (run_dir / f"{name}.jsonl" for name in ("metrics", "samples", "eval_samples")):
         drop_redone_rows(file, record["state"] if record else None, evaluates)
@@ -285,32 +292,22 @@ def lines_of(file: Path) -> Iterator[str]:
             yield from lines
 
 
-LATER_FACTS = ("data", "dtype", "rollout_dtype", "products", "prompt_date")
+def previous_versions(file: Path) -> dict:
+    """Return the versions.json of the launch before; {} if a kill has cut the file off."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
 
 
-def earlier_starts(file: Path, versions: dict) -> list[dict]:
+def earlier_starts(previous: dict, versions: dict, facts: dict) -> list[dict]:
     """List the environments (versions, commit, weights) of earlier launches that differ from `versions`.
 
-    Dates may differ, and facts that are written later, see record_data().
+    Dates and facts may differ.
     """
-    try:
-        previous = json.loads(file.read_text())
-    except (OSError, ValueError):  # a kill may have cut the file off
-        return []
     earlier = previous.pop("earlier", [])
-    variable = {name: previous[name] for name in ("date", *LATER_FACTS) if name in previous}
-    return earlier + [previous] if previous != versions | variable else earlier
-
-
-def record_data(run_dir: Path, facts: dict[str, object]) -> None:
-    """Add LATER_FACTS to versions.json.
-
-    data: digests of the loaded prompts, {name of the set: digest}. dtype, rollout_dtype: of the policy and of
-    the engine; config.yaml may say auto. products: {setting that says auto: {dtype: GFLOP/s}}. prompt_date:
-    that chat templates write; config.yaml may say null.
-    """
-    file = run_dir / "versions.json"
-    write_text(file, json.dumps(json.loads(file.read_text()) | facts, indent=1))
+    variable = {name: previous[name] for name in ("date", *facts) if name in previous}
+    return earlier + [previous] if previous and previous != versions | variable else earlier
 
 
 def step_row(line: str) -> dict | None:

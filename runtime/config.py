@@ -569,6 +569,17 @@ def with_settings_apart(args: argparse.Namespace, option: str) -> argparse.Names
     return args
 
 
+def read_mapping(option: str, text: str) -> dict:
+    """Parse {key: value} of the command line as YAML; ValueError names the option."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{option}: {' '.join(str(error).split())}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} {text}: expected {{name: value, ...}}")
+    return value
+
+
 def flat_settings(dump: dict, prefix: str = "") -> dict[str, object]:
     """Flatten a dump of settings to {"section.key": value}, for example {"stages[0].rollout.top_p": 1.0}."""
     flat = {}

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from runtime.machine import check_machine, is_one_node, open_store
+from runtime.machine import LOOPBACK, check_machine, is_one_node, open_store
 
 Options = TypeVar("Options")
 FIRST_PROCESS = Path("/proc/1")
@@ -201,12 +201,11 @@ def no_silent_end() -> Iterator[None]:
         print(f"\nerror: a thread ends the run by os._exit(0): {place}", file=sys.stderr)
         leave(2)
 
-    earlier = os._exit
     os._exit = exit_of_user  # type: ignore[assignment]
     try:
         yield
     finally:
-        os._exit = earlier
+        os._exit = END_PROCESS
 
 
 @no_silent_end()
@@ -284,8 +283,7 @@ def stay_on_loopback() -> None:
     Their sockets have no password. Any host that reaches another interface could connect.
     """
     if is_one_node(os.environ) and "lo" in [name for _, name in socket.if_nameindex()]:
-        local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-        for name, value in local.items():
+        for name, value in LOOPBACK.items():
             os.environ.setdefault(name, value)
 
 

@@ -238,15 +238,19 @@ def is_loopback(address: str) -> bool:
     return address == "::1" or address.removeprefix("::ffff:").startswith("127.")
 
 
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+
+
 def open_store() -> str | None:
     """Warn of a job on one node whose sockets, by torchrun or the user's variables, others can reach."""
-    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-    if is_one_node(os.environ):
-        for name in [name for name in local if os.environ.get(name, local[name]) != local[name]]:
+    if not is_one_node(os.environ):
+        return None
+    for name, value in LOOPBACK.items():
+        if os.environ.get(name, value) != value:
             return f"{name}={os.environ[name]} opens sockets without a password: unset it (docs/trust.md)"
     port = int(os.environ.get("MASTER_PORT", 0))
     is_open = any(number == port and not is_loopback(address) for address, number in listening_addresses())
-    if not (is_one_node(os.environ) and is_open):
+    if not is_open:
         return None
     return (
         f"torchrun's store listens on all interfaces (port {port}) without a password; "
@@ -271,9 +275,8 @@ def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> Non
     import torch
 
     problems = [fp8_refusal, missing_instructions(platform.machine(), torch.cpu._is_avx2_supported())]
-    if torch.version.cuda is None and not has_library(
-        "libnuma.so.1"
-    ):  # vLLM's CPU build would hide its absence
+    # Without libnuma, vLLM's CPU build would name another cause.
+    if torch.version.cuda is None and not has_library("libnuma.so.1"):
         problems.append("vLLM needs libnuma: apt-get install libnuma1, or dnf install numactl-libs")
     if torch.version.cuda is not None and torch.cuda.is_available():
         device = device_of_rank()
@@ -283,8 +286,6 @@ def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> Non
     elif torch.version.cuda is not None:  # otherwise a build of torch for CPUs
         is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
         if DRIVER_FILE.is_file() and not is_hidden:
-            driver_problem = old_driver(DRIVER_FILE.read_text(), torch.version.cuda)
-            problems = [driver_problem or fp8_refusal]
-    lines = [line for line in problems if line]
-    if lines:
+            problems = [old_driver(DRIVER_FILE.read_text(), torch.version.cuda) or fp8_refusal]
+    if lines := [line for line in problems if line]:
         raise ValueError(". ".join(lines))

@@ -558,12 +558,12 @@ def time_left(config: Config, state: TrainState) -> str:
     return f"{text} left"
 
 
-def console_line(state: TrainState, metrics: dict[str, float], left: str = "") -> str:
+def console_line(state: TrainState, metrics: dict[str, float], left: str) -> str:
     """Return the console's line about a step. left: the time until the end of the run."""
     share = metrics["gradient_tokens_total"] / max(1, metrics["tokens_total"])
     return (
         f"step {state.step:>5}  score {figure(metrics['score'], '.3f')}  "
         f"zero-variance {metrics['zero_variance_frac']:.2f}  gradient tokens {share:.2f}  "
         f"tokens {state.generated_tokens:,}  |dlogp| {figure(metrics.get('abs_dlogp'), '.1e')}  "
-        f"{metrics['seconds_per_step']:.2f} s{left and f'  {left}'}"
+        f"{metrics['seconds_per_step']:.2f} s  {left}"
     )

@@ -5,7 +5,6 @@ ranks only, and the modules that a file imports have no digest.
 """
 
 import contextlib
-import functools
 import hashlib
 import importlib.util
 from pathlib import Path
@@ -30,10 +29,15 @@ def file_of(name: str) -> Path:
     return Path(name.rpartition(":")[0]).expanduser()
 
 
-@functools.cache
+DIGESTS: dict[Path, str | None] = {}  # of files as they were at the start of this process
+
+
 def digest_of_file(file: Path) -> str | None:
     """Return the digest of a file as it was at the first call in this process; None without the file."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else None
+    file = file.resolve()
+    if file not in DIGESTS:
+        DIGESTS[file] = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else None
+    return DIGESTS[file]
 
 
 def user_file_digests(config) -> dict[str, str | None]:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import preloaded
@@ -127,6 +128,14 @@ def torchrun(
         timeout=limit(timeout_s),
         **options,
     )
+
+
+def alive(pid: int) -> bool:
+    """Tell whether a process runs, and is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def free_port() -> int:

@@ -29,6 +29,8 @@ from runtime.checkpoint import TrainState
 from runtime.metrics import Clock
 from settings import AlgorithmSettings, Config
 from tests import preloaded
+from tests.campaign.verdicts import TIMES as TIMES
+from tests.campaign.verdicts import rows_of as rows_of
 
 # ---- Settings, prompts, completions, groups, batches -------------------------------------------------------
 SMALLEST_TRAINING_SET = "data.train=[{path: unused}]"
@@ -390,21 +392,11 @@ EMPTY_ACCOUNT = {
     **{f"prompts_{fate}": 0 for fate in "offered skipped sampled probed stopped dropped refilled".split()},
     **{f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")},
 }
-TIMES = (  # metrics that may differ between two runs with the same numbers
-    "seconds", "completion_seconds", "peak_rss", "rollout_bubble", "rollout_tail", "straggler",
-    "reward_latency",
-)  # fmt: skip
 
 
 def parameter_distance(one: dict, other: dict) -> float:
     assert one.keys() == other.keys()
     return max((one[name] - other[name]).abs().max().item() for name in one)
-
-
-def rows_of(run_dir: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl without measurements of time and memory."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
 
 
 def steps_of(run_dir: Path) -> list[dict]:

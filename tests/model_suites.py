@@ -446,7 +446,7 @@ def recomputed_and_replayed(folder: Path) -> dict:
         logprobs.sum().backward()
         hook.remove()
         results[name] = {"logprobs": logprobs.detach(), **grads(policy)}
-        routes = stack_routes(layer_ids)
+        routes = moe_model.route_table(layer_ids, 8)
     return results
 
 
@@ -466,7 +466,7 @@ def gradients_after_another_choice(policy: moe_model.Policy, packed) -> dict[str
             bias.neg_()
         with torch.no_grad():
             other_ids = policy(packed)[2]
-        assert not torch.equal(stack_routes(layer_ids), stack_routes(other_ids))
+        assert not torch.equal(moe_model.route_table(layer_ids, 8), moe_model.route_table(other_ids, 8))
         logprobs.sum().backward()
         results[name] = grads(policy)
         for bias in biases:
@@ -477,12 +477,6 @@ def gradients_after_another_choice(policy: moe_model.Policy, packed) -> dict[str
 def another_choice(folder: Path) -> dict:
     packed = pack_rows(tiny_batch(), MICRO_BATCHES[2][dist.get_rank()][0])
     return gradients_after_another_choice(policy_from(folder / "glm", ep_size=2), packed)
-
-
-def stack_routes(layer_ids: list) -> torch.Tensor:
-    """Stack routes to [T, L, K] in the engine's dtype; dense layers have zeros, as in the engine."""
-    zeros = torch.zeros_like(next(ids for ids in layer_ids if ids is not None))
-    return torch.stack([zeros if ids is None else ids for ids in layer_ids], dim=1).to(torch.uint8)
 
 
 def weights(folder: Path) -> dict:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import lifecycle
 from data import score
 from data.chat import ChatTemplate, load_tokenizer
-from data.prompts import date_of_scores, load_prompts
+from data.prompts import load_prompts
 from data.stream import LoadedSets, keep_by_offline_scores
 from lifecycle import input_files
 from runtime import agreement
@@ -30,6 +30,7 @@ from runtime.agreement import (
     digests_of_input,
     variable_digests,
 )
+from runtime.checkpoint import with_saved_choices
 from runtime.user_files import user_module_digests
 
 START = ROOT / "experiments" / "starts" / "tiny"
@@ -238,7 +239,9 @@ def test_ranks_take_the_date_of_rank_0_and_a_resume_that_of_the_checkpoint(ranks
     def date(rank: int, *settings: str, record: dict | None = None) -> str:
         with mock.patch.object(lifecycle, "datetime") as clock:
             clock.now = lambda: datetime(2026, 11, 28 + fake.get_rank())
-            return lifecycle.with_date(make_config(*settings), record).data.date
+            config = make_config(*settings)
+            config = with_saved_choices(config, record) if record else config
+            return lifecycle.with_date(config).data.date
 
     assert fake.run(date) == ["2026-11-28"] * 2
     assert fake.run(lambda rank: date(rank, "data.date=2020-01-01")) == ["2020-01-01"] * 2
@@ -253,5 +256,5 @@ def test_scores_of_another_date_are_named(tmp_path):
     file.write_text(json.dumps({"model": "m", "kinds": [], "date": "2020-01-01"}) + "\n")
     with pytest.raises(ValueError, match="data.date=2020-01-01"):
         keep_by_offline_scores(make_prompts(2), str(file), 0, 1, False)
-    assert score.date_of(file) == "2020-01-01" and date_of_scores(file, "2020-01-01") == ""
+    assert score.date_of(file) == "2020-01-01"
     assert score.date_of(tmp_path / "none") == datetime.now().date().isoformat()

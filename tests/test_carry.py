@@ -159,14 +159,6 @@ def test_ages_by_tenths_of_the_lengths():
     assert [ages[f"token_age_tenth_{k}"] for k in (1, 5, 6, 10)] == [(0, 3), (0, 19), (20, 23), (20, 39)]
 
 
-@pytest.mark.parametrize(
-    "settings", [["carry.share=1.5"], ["carry.share=0"], ["carry.share=0.5", "carry.max_age=0"]]
-)
-def test_a_share_is_at_most_1_and_an_age_at_least_1(settings):
-    with pytest.raises(ValueError, match=settings[-1].partition("=")[0]):
-        make_config(*settings)
-
-
 @pytest.mark.parametrize("name, first, second", [
     ("rollout.temperature", 1.0, 0.9), ("rollout.group_size", 8, 4), ("rollout.max_new_tokens", 64, 32),
     ("carry.share", 0.5, "null"), ("algorithm.router_replay", "off", "r3"),

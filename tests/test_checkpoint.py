@@ -41,7 +41,8 @@ from runtime.launch import Stopped
 from runtime.memory import GIB, NodeMemory
 from runtime.metrics import append_rows, log_metrics, sample_rows
 from runtime.tracking import send_histogram, send_texts
-from runtime.user_files import digest_of_file, file_of, user_file_digests
+from runtime.user_files import DIGESTS, file_of, user_file_digests
+from tests.campaign.verdicts import DAMAGE
 
 
 @pytest.fixture
@@ -326,20 +327,6 @@ def test_the_last_evaluation_of_a_run_that_gets_more_steps_is_lost_only_if_it_is
 
 
 # ---- damage ------------------------------------------------------------------------------------------------
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 64
-    file.write_bytes(content)
-
-
-DAMAGE = {
-    "a flipped bit": flip_a_bit,
-    "cut in half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
-    "emptied": lambda file: file.write_bytes(b""),
-    "removed": Path.unlink,
-}
-
-
 def test_damage_to_any_file_is_named_and_the_previous_checkpoint_can_be_used(run, tmp_path):
     """One case is left out: without state.json, the folder is not a checkpoint."""
     save(run, 1)
@@ -455,14 +442,8 @@ def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "commit_of", lambda: {"commit": "c0ffee", "dirty": False})
 
     def versions_after_start(record: dict | None) -> dict:
-        prepare_run_dir(folder, run.config, record)
-        facts = {
-            "data": {"train": "aa"},
-            "dtype": "float32",
-            "rollout_dtype": "float32",
-            "products": next(rates),
-        }
-        checkpoint.record_data(folder, facts)
+        facts = {"data": {"train": "aa"}, "dtype": "float32", "products": next(rates)}
+        prepare_run_dir(folder, run.config, record, facts=facts)
         versions = json.loads((folder / "versions.json").read_text())
         assert (
             int(versions.pop("date")) >= 0 and versions["machine"]["cores"] >= 1 and versions.pop("products")
@@ -479,6 +460,25 @@ def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):
     assert versions_after_start(resumed) == first | {"weights": "other weights", "earlier": [first]}
     (folder / "versions.json").write_text('{"torch": ')
     assert versions_after_start(resumed) == first | {"weights": "other weights"}, "a cut file is ignored"
+
+
+def test_a_resume_keeps_the_digest_of_a_model_of_the_hub(run, tmp_path, monkeypatch):
+    """Without a download, because all weights are in the checkpoint."""
+    monkeypatch.setattr(checkpoint, "commit_of", lambda: {"commit": "c0ffee", "dirty": False})
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "a.safetensors").write_text("weights")
+    config = with_setting(run.config, "model.path", "someone/model")
+    versions = []
+    for record, models in (
+        (None, {"weights": str(cache)}),
+        ({"state": {"step": 2, "evaluated_step": -1}}, {}),
+    ):
+        prepare_run_dir(tmp_path, config, record, models=models)
+        versions.append(json.loads((tmp_path / "versions.json").read_text()))
+    first, resumed = versions
+    assert first["weights"] == resumed["weights"] == checkpoint.digest_of_weights(cache)
+    assert "earlier" not in resumed
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
@@ -583,12 +583,12 @@ def test_a_folder_source_of_another_program_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["versions.json", "dropped_rows.jsonl"])
-def test_a_file_that_a_resume_needs_is_replaced_atomically(name, tmp_path, one_rank):
+def test_a_file_that_a_resume_needs_is_replaced_atomically(name, run, tmp_path):
     file = tmp_path / name
     file.write_text("{}")
     (tmp_path / f"{name}.partial").symlink_to("/dev/full")
     writers = {
-        "versions.json": lambda: checkpoint.record_data(tmp_path, {"dtype": "float32"}),
+        "versions.json": lambda: prepare_run_dir(tmp_path, run.config, record=None),
         "dropped_rows.jsonl": lambda: lifecycle.write_dropped(file, [{"row": 1}]),
     }
     with pytest.raises(RuntimeError, match=name):
@@ -679,7 +679,7 @@ def test_a_resume_with_a_changed_plugin_is_refused(run, tmp_path):
     assert list(record["plugins"]) == [f"{file}:gain"]
     check_fits(run.config, checkpoint, record)
     file.write_text("def gain(inputs): return inputs.ratio * inputs.advantages * 2, {}\n")
-    digest_of_file.cache_clear()  # as in a new process
+    DIGESTS.clear()  # as in a new process
     with pytest.raises(ValueError, match="mine.py"):
         check_fits(run.config, checkpoint, record)
     check_fits(make_config(*settings, "checkpoint.resume=weights"), checkpoint, record)

@@ -70,11 +70,6 @@ def write_lines(path, rows, end="\n", start=""):
     return path
 
 
-def write_parquet(path, columns):
-    datasets.Dataset.from_dict(columns).to_parquet(str(path))
-    return path
-
-
 def make_prompt(text, answer="1"):
     return Prompt(text, answer, "exact", "set")
 
@@ -95,9 +90,9 @@ def one_token(texts, add_special_tokens=True):
     return {"input_ids": [[1] for _ in texts]}
 
 
-def load_plain(settings: DataSettings, functions=(), seed=0):
+def load_plain(settings: DataSettings, functions=()):
     """Load the sets of some settings with one token per prompt."""
-    return load_sets(settings, one_token, 9, list(functions), seed)
+    return load_sets(settings, one_token, 9, list(functions))
 
 
 # ---- load_prompts: files and fields ------------------------------------------------------------------------
@@ -124,7 +119,7 @@ def test_line_ends_byte_order_mark_and_blank_lines_do_not_matter(tmp_path, end, 
 def test_a_rewritten_parquet_file_is_read_again(tmp_path):
     path = tmp_path / "set.parquet"
     for answer in ("old", "new"):
-        write_parquet(path, {"prompt": ["q"], "answer": [answer]})
+        rows_as_parquet(path, [{"prompt": "q", "answer": answer}])
         os.utime(path, (0, 0))
         assert answers_of(load_prompts(path)) == [answer]
 
@@ -140,7 +135,9 @@ def test_answers_become_text_without_a_change_of_value(tmp_path, value, text):
     rows = [{"prompt": "q", "answer": value}, {"prompt": "q", "answer": 0.5}, {"prompt": "q", "answer": "x"}]
     assert load_prompts(write_lines(tmp_path / "set.jsonl", rows))[0].answer == text
     if isinstance(value, float):  # parquet stores integers beside an empty field as floats
-        path = write_parquet(tmp_path / "set.parquet", {"prompt": ["a", "b"], "answer": [value, 0.5]})
+        path = rows_as_parquet(
+            tmp_path / "set.parquet", [{"prompt": "a", "answer": value}, {"prompt": "b", "answer": 0.5}]
+        )
         assert answers_of(load_prompts(path)) == [text, "0.5"]
 
 
@@ -418,7 +415,7 @@ def test_a_row_may_name_sums_of_known_kinds_only(tmp_path, kind, remedy):
     assert kinds_of(load_prompts(path)) == ["0.5*math + 0.5*exact"]
     write_lines(path, [HARMLESS | {"kind": kind}])
     for on_bad_row in ("stop", "drop"):
-        with refuses("set.jsonl: row 1: kind", remedy):
+        with refuses("set.jsonl: row 1: ", kind.rpartition("*")[2], remedy):
             load_prompts(path, on_bad_row=on_bad_row)
 
 
@@ -530,7 +527,7 @@ CONVERSATIONS = {
 
 def load_with_template(path, tokenizer, **settings):
     data = DataSettings(train=[{"path": str(path), "name": "set", "template": INSTRUCTION}], **settings)
-    return load_sets(data, tokenizer, 1000, [], 0)
+    return load_sets(data, tokenizer, 1000, [])
 
 
 def fields_of(sets):
@@ -683,7 +680,7 @@ def test_messages_that_make_no_prompt_are_refused_or_dropped(tmp_path, tokenizer
     path = write_lines(tmp_path / "set.jsonl", [{"prompt": p, "answer": 1} for p in ([USER], messages)])
     with refuses("set.jsonl: row 2: ", word):
         load_prompts(path, tokenizer=tokenizer)
-    sets = load_sets(DataSettings(train=[{"path": str(path)}], on_bad_row="drop"), tokenizer, 99, [], 0)
+    sets = load_sets(DataSettings(train=[{"path": str(path)}], on_bad_row="drop"), tokenizer, 99, [])
     assert "1 rows dropped" in sets.notes[1] and "messages" in sets.notes[1]
     (dropped,) = sets.dropped
     assert (dropped["file"], dropped["row"]) == (str(path), 2) and word in dropped["detail"]
@@ -704,7 +701,7 @@ def test_a_system_turn_does_not_hide_a_leak(tmp_path, tokenizer):
     test = write_lines(tmp_path / "test.jsonl", [{"prompt": "user", "answer": 1}])
     data = DataSettings(train=[{"path": str(train)}], eval=[{"path": str(test)}])
     with pytest.raises(ValueError, match="test"):
-        load_sets(data, tokenizer, 100, [], seed=0)
+        load_sets(data, tokenizer, 100, [])
 
 
 def test_templates_that_are_missing_or_fail(tmp_path):
@@ -891,7 +888,7 @@ def test_dropped_rows_are_counted_by_reason(tmp_path, tokenizer):
     def load(rows, **settings):
         write_lines(path, rows)
         data = DataSettings(train=[{"path": str(path)}], chat="never", **settings)
-        return load_sets(data, tokenizer, 50, [], 0)
+        return load_sets(data, tokenizer, 50, [])
 
     mixed = [good[0], *bad, *good[1:]]
     sets = load(mixed, on_bad_row="drop")
@@ -917,9 +914,9 @@ def numbered(path, count, tag):
 def test_a_holdout_is_disjoint_stable_and_of_the_requested_size(tmp_path, holdout, count):
     path = numbered(tmp_path / "set.jsonl", 100, "q")
 
-    def split(seed=0, **source):
+    def split(**source):
         data = DataSettings(train=[{"path": str(path), "holdout": holdout, **source}])
-        sets = load_plain(data, seed=seed)
+        sets = load_plain(data)
         held_out, ids = sets.eval_sets[source.get("name", "set")]
         assert len(ids) == len(held_out) == count and len(sets.train_ids) == len(sets.train) == 100 - count
         assert f"100 prompts ({count} of them held out)" in sets.notes[0]
@@ -929,7 +926,6 @@ def test_a_holdout_is_disjoint_stable_and_of_the_requested_size(tmp_path, holdou
     first = split()
     # The columns of a row decide, so the template and the name of a set do not move questions.
     assert split() == first == split(template="{prompt}!", name="other")
-    assert split(seed=1) != first
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     write_lines(path, rows[::-1])
     assert split() == first

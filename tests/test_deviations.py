@@ -7,7 +7,6 @@ import pytest
 from conftest import commit_all, git
 
 from experiments import declaration
-from runtime import provenance
 
 DECLARED = {
     "question": "?", "rows": ["off", "on"], "seeds": [0, 1, 2], "endpoint": "accuracy",
@@ -130,12 +129,3 @@ def test_the_yaml_of_a_row_exists_at_the_commit_of_the_run(study, tmp_path):
     git(tmp_path, "commit", "-q", "-m", "forgotten")
     (problem,) = problems(study)
     assert "lacks studies/base.yaml" in problem
-
-
-def test_an_untracked_yaml_file_makes_a_checkout_dirty(study, tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    assert provenance.commit_of()["dirty"] is False
-    (study / "notes.txt").write_text("no settings\n")
-    assert provenance.commit_of()["dirty"] is False
-    (study / "more.yaml").write_text("base: on.yaml\n")
-    assert provenance.commit_of()["dirty"] is True

@@ -288,12 +288,6 @@ def test_tokens_without_a_log_probability_are_rejected(form):
     assert num == len(beginning.ids) == 0
 
 
-@pytest.mark.parametrize("lenience", ["0.9", ".inf", ".nan"])
-def test_lenience_is_a_finite_number_from_1_on(lenience):
-    with pytest.raises(ValueError, match="drafts.lenience"):
-        make_config("drafts.form=literal", f"drafts.lenience={lenience}")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("demo_model")
 @pytest.mark.parametrize("settings", [

@@ -311,8 +311,8 @@ def test_figures_of_a_run_come_from_the_steps_so_far(tmp_path):
     gpu_runs.show_steps(report, rows)
     assert report.figures["abs_dlogp"] == 0.5, "later steps have no gradient"
     assert report.figures["seconds_per_step"] == 3.0, "the first two steps are a warm-up"
-    assert record.track_of(rows[:5]) == {"tokens": None, "seconds": None}
-    assert record.track_of(rows) == {"tokens": pytest.approx(13_500), "seconds": 3.0}
+    assert record.needed_for_sums(rows[:5]) == {"tokens": None, "seconds": None}
+    assert record.needed_for_sums(rows) == {"tokens": pytest.approx(13_500), "seconds": 3.0}
 
 
 WITHOUT_LIBRARIES = """
@@ -438,6 +438,10 @@ def test_an_evaluation_groups_its_prompts_by_level_and_task():
     prompts = [Prompt("", "", "", "", i % 2, columns={"task": task}) for i, task in enumerate(tasks)]
     expected = {"difficulty_0": [], "difficulty_1": [0, 1], "task_a_max_": [], "task_lcm": [0]}
     assert groups_of(prompts, range(1, 4, 2)) == expected
+    tasks, levels = ["a/b", "a_b"], [0.1234561, 0.1234562]
+    prompts = [Prompt("", "", "", "", level, columns={"task": t}) for level, t in zip(levels, tasks)]
+    names = ("difficulty_0.123456", "difficulty_0.123456_", "task_a_b", "task_a_b_")
+    assert groups_of(prompts, range(2)) == dict(zip(names, [[0], [1], [0], [1]])), "no name has two groups"
 
 
 FIRST = {"eval/a/accuracy": 0.25, "eval/b/accuracy": 0.5, "eval/b/accuracy_difficulty_2": 0.5}

@@ -126,7 +126,7 @@ def reads_only(monkeypatch) -> Bench:
 
     def read_prompts(config):
         tokenizer = load_tokenizer(TWO_ENDS)
-        load_sets(config.data, tokenizer, config.rollout.max_prompt_tokens, config.reward.functions, seed=0)
+        load_sets(config.data, tokenizer, config.rollout.max_prompt_tokens, config.reward.functions)
 
     return Bench(launch, SMALL, TWO_ENDS)
 

@@ -301,9 +301,9 @@ def test_a_function_that_is_no_judge_is_refused_at_the_start(name, word, tmp_pat
     file.write_text(ASKED)
     settings = ("reward.judge=generative", "reward.judge_mode=round_robin")
     with pytest.raises(ValueError, match="reward.judge_path") as error:
-        lifecycle.check_judge(make_config(*settings, f"reward.judge_path={file}:{name}"), TrainState())
+        lifecycle.check_fixed_models(make_config(*settings, f"reward.judge_path={file}:{name}"), TrainState())
     assert word in str(error.value)
-    lifecycle.check_judge(make_config(*settings, f"reward.judge_path={file}:good"), TrainState())
+    lifecycle.check_fixed_models(make_config(*settings, f"reward.judge_path={file}:good"), TrainState())
     assert Path(f"{file}.asked").read_text() == "x", "one question, because a question may cost money"
 
 

@@ -3,19 +3,14 @@
 import json
 
 import pytest
-from conftest import ROOT
 from helpers import make_config
 
 import lifecycle
-from judges import (
-    has_places,
-    refuse_mute_judge,
-)
+from judges import has_places, refuse_mute_judge
 from reward import verify
 from settings import RewardSettings
 
 QUESTION = "{prompt}|{first}|{second}|"
-PLUGINS = ROOT / "experiments" / "plugins"
 
 
 # ---- the verifier of verdicts ------------------------------------------------------------------------------

@@ -880,8 +880,11 @@ def test_expert_parallel_groups_refuse_sizes_that_do_not_divide():
 @pytest.mark.parametrize("case", DISPATCH_CASES)
 @pytest.mark.slow
 def test_uneven_dispatch_against_slow_loop(case):
+    assert_dispatch(case, [rank[case] for rank in section("dispatch", 2)])
+
+
+def assert_dispatch(case: str, ranks: list[dict]) -> None:
     """Compare two ranks, each with its own tokens, with a slow loop over all tokens and all experts."""
-    ranks = [rank[case] for rank in section("dispatch", 2)]
     inputs = dispatch_inputs(case)
     exact = {name: value.double().requires_grad_() for name, value in inputs.weights.items()}
     x = [tokens.double().requires_grad_() for tokens in inputs.x]

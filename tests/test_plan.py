@@ -517,6 +517,10 @@ def test_the_default_kv_cache_of_a_cpu_is_bounded(num_seqs, expected, monkeypatc
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     assert memory_plan.engine_settings(config, UPCYCLED).kv_cache_gib * GIB == expected
     assert memory_plan.engine_settings(host_config(), UPCYCLED).kv_cache_gib == 0.25
+    for gib in ("0", "0.5"):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", gib)
+        with pytest.raises(ValueError, match=f"VLLM_CPU_KVCACHE_SPACE is '{gib}'"):
+            memory_plan.engine_settings(config, UPCYCLED)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert memory_plan.engine_settings(config, UPCYCLED).kv_cache_gib is None
 

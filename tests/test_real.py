@@ -7,7 +7,6 @@ from helpers import make_config
 
 from data import smollm2
 from experiments import evaluate, real
-from experiments.text_quality import LABELS
 
 ROW = {
     "prompt_index": 0, "prompt": "<user>Write about tea.", "temperature": 0.0, "sample": 0,
@@ -118,7 +117,7 @@ def write_run(folder, rows):
     """Write what the phases of a run leave; rows: {"before": rows, "after": rows}."""
     for name, of_name in rows.items():
         (folder / f"{name}_completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_name))
-    quality = dict.fromkeys(LABELS, 0.25)
+    quality = dict.fromkeys(real.ROWS, 0.25)
     (folder / "quality.json").write_text(json.dumps({"before": quality, "after": quality}))
     summary = {
         "accuracy_before": 0.6, "num_steps": 3, "generated_tokens": 99, "peak_rss_bytes": 2**34,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import NEEDS_BUBBLEWRAP
+from conftest import NEEDS_BUBBLEWRAP, alive
 from conftest import SHARED_DATA as DATA
 from helpers import FakeRanks, make_config
 
@@ -28,6 +28,7 @@ import workers
 from data.prompts import Prompt
 from data.stream import LoadedSets, digest_of
 from reward import RewardPool, Verdict, impossible_references, verify
+from runtime.user_files import digest_of_file
 from tests.patience import limit, wait_until
 from verifiers import expressions
 from verifiers.answer import final_answer
@@ -71,13 +72,6 @@ def children(parent: int) -> list[int]:
             if "--worker" in guard.cmdline():  # the server of tests/preloaded.py is a child as well
                 pids += [child.pid for child in guard.children()]
     return sorted(pids)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # ---- the kinds ---------------------------------------------------------------------------------------------
@@ -598,3 +592,22 @@ def test_a_function_that_cannot_be_imported_hides_no_other(tmp_path):
         pool.submit(0, kind, "1", "1")
         (verdict,) = pool.collect().values()
     assert verdict.status == "error" and "the service is down" in verdict.detail
+
+
+@pytest.mark.slow
+def test_a_worker_does_not_score_by_a_file_that_has_changed_since_the_start(tmp_path):
+    """A worker imports a function with its first task; a new one takes the place of a worker that died."""
+    file = tmp_path / "mine.py"
+    file.write_text("def half(completion): return 0.5\n")
+    digest_of_file(file)  # as at the start of a run
+    with RewardPool(1) as pool:
+        pool.submit("first", f"{file}:half", "x", "y")
+        assert pool.collect()["first"].reward == 0.5
+        file.write_text("def half(completion): return 1.0\n")
+        pool.submit("second", f"{file}:half", "x", "y")
+        assert pool.collect()["second"].reward == 0.5, "the worker has imported the file"
+        (worker,) = children(os.getpid())
+        os.kill(worker, signal.SIGKILL)
+        pool.submit("third", f"{file}:half", "x", "y")
+        with pytest.raises(RuntimeError, match="mine.py has changed since the run started"):
+            pool.collect()

@@ -24,7 +24,7 @@ from data.score import (
 )
 from data.stream import load_sets
 from reward import Verdict
-from runtime.user_files import digest_of_file
+from runtime.user_files import DIGESTS
 from tests import preloaded
 
 TINY = ROOT / "data" / "built" / "tiny"
@@ -314,7 +314,7 @@ def test_prompts_are_read_and_rendered_as_in_training(chat_model, tmp_path):
                 "difficulty": (2, 3), "limit": 4, "template": "<{prompt}>", "kind": "numeric"}],
         chat="always", system_prompt="S", chat_template_args={"enable_thinking": False}, on_bad_row="drop",
     )  # fmt: skip
-    trained = load_sets(settings, tokenizer, 75, [], 0).train
+    trained = load_sets(settings, tokenizer, 75, []).train
     assert {prompt_sha(p) for p in trained} == {prompt_sha(p) for p in prompts}, "the keys of load_scores()"
 
 
@@ -324,7 +324,7 @@ def test_the_header_tells_two_versions_of_a_function_apart(chat_model, tmp_path)
     headers = []
     for text in ("a = 1", "a = 2"):
         file.write_text(text)
-        digest_of_file.cache_clear()  # a run keeps the digest of its start
+        DIGESTS.clear()  # a run keeps the digest of its start
         headers.append(header_of(args, ["exact", f"{file}:score"]))
     assert headers[0] != headers[1] and "functions" not in header_of(args, ["exact"])
 

@@ -52,11 +52,12 @@ def test_changes_of_tracked_files_are_saved_as_a_diff_that_restores_them(reposit
     assert [path.name for path in folder.iterdir()] == ["mine.py"], "files of the latest start only"
 
 
-def test_an_untracked_python_file_makes_a_checkout_dirty(repository, tmp_path):
+@pytest.mark.parametrize("name", ["runtime/new.py", "more.yaml"])
+def test_untracked_code_or_settings_make_a_checkout_dirty(name, repository, tmp_path):
     commit(repository)
     (repository / "notes.txt").write_text("not code\n")
     assert checkpoint.save_source(tmp_path / "source")["dirty"] is False
-    (repository / "runtime" / "new.py").write_text("x = 1\n")
+    (repository / name).write_text("")
     assert checkpoint.save_source(tmp_path / "source")["dirty"] is True
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import yaml
-from conftest import ROOT, commit_all, edit, git
+from conftest import ROOT, alive, commit_all, edit, git
 from scipy.stats import ttest_rel
 
 from experiments import declaration, report, run
@@ -149,7 +148,8 @@ def test_a_seed_reads_its_declared_task_instance(seed, number, tmp_path):
     stages = [{"name": "first", "until": {"steps": 1}}, {"name": "second", "data": sets}]
     row = {"data": sets, "model": {"path": "data/built/other/model"}, "stages": stages}
     (tmp_path / "row.yaml").write_text(yaml.safe_dump(row))
-    declared = {"instances": {"recipe": "sums", "seeds_each": 2}}
+    declared = dict.fromkeys(declaration.KEYS, "?") | {"rows": ["row"], "seeds": [seed], "contrasts": []}
+    declared["instances"] = {"recipe": "sums", "seeds_each": 2}
     (tmp_path / "declared.json").write_text(json.dumps(declared))
     settings = run.instance_settings(tmp_path / "row.yaml", Path("train_rl.py"), seed)
     config = load_config(["--config", str(tmp_path / "row.yaml"), *settings])
@@ -812,10 +812,6 @@ with open(sys.argv[1], "a") as file:
     file.write(f"{os.getpid()} {child.pid}\\n")
 time.sleep(600)
 """
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_locked_folder_is_refused(table, tmp_path, capsys):

@@ -28,7 +28,7 @@ from data.score import model_digest
 from data.stages import Offers
 from data.tiny import build_tokenizer
 from extras.base import Launch, active
-from extras.teacher import Lesson, Teacher, taught_rows, teacher_config
+from extras.teacher import EXTRA, Lesson, Teacher, taught_rows, teacher_config
 from runtime.checkpoint import TrainState
 from runtime.memory import standing_bytes
 from runtime.metrics import Clock, batch_metrics, reduce_metrics
@@ -314,7 +314,7 @@ def check(config: train_rl.Config, hf_config, tokenizer, state: TrainState, prom
     loaded = SimpleNamespace(train=prompts)
     context = memory_plan.max_model_len(config)
     launch = Launch(config, [config], hf_config, tokenizer, loaded, offers, state, context)
-    launch.check()
+    EXTRA.check(launch)
     return launch.extras["teacher"]
 
 

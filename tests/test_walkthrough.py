@@ -27,13 +27,3 @@ def test_each_block_prints_what_the_page_shows():
     outputs = outputs_of(PAGE.read_text())
     assert len(outputs) == 11
     assert all(printed == shown for printed, shown in outputs), outputs
-
-
-def test_the_page_agrees_with_the_settings_of_espo():
-    text = (ROOT / "experiments" / "methods" / "espo.yaml").read_text()
-    for line in (
-        "ratio_form: stop_gradient",
-        "entropy_clip_form: token_group_mean",
-        "entropy_clip_coef: 0.02",
-    ):
-        assert line in text

@@ -198,9 +198,7 @@ def test_the_part_of_a_sum_that_decides_about_variance():
     def outcome(*parts: tuple[float, float], part: str | None = "math", binary: bool = False):
         verdicts = [Verdict(0.9 * m + 0.1 * f, "wrong", parts={"math": m, "exact": f}) for m, f in parts]
         group = train_rl.Group(0, 0, judged([make_completion(1)] * len(parts), verdicts))
-        config = make_config(f"reward.binary={binary}", "zero_variance.drop=true")
-        zero = config.zero_variance.model_copy(update={"part": part})
-        return train_rl.outcome_of(group, config.model_copy(update={"zero_variance": zero}))
+        return group.outcome(binary, part)
 
     only_format = [(0, 1), (0, 0), (0, 0), (0, 0)]
     assert outcome(*only_format, part=None).has_variance and not outcome(*only_format).has_variance

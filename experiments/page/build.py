@@ -108,14 +108,10 @@ def group_rows(
                 "difficulty": levels[first["source"], value] if levels else f"{value:g}",
                 "difficulty_order": value,
             }
-        prompt["completions"] = [
-            {"sample": place + 1}
-            | finite({key: rows[n].get(key) for key in COMPLETION_KEYS if key in rows[n]})
-            for place, n in enumerate(numbers)
-        ]
-        for completion in prompt["completions"]:
-            for key in COMPLETION_KEYS:
-                completion.setdefault(key)
+        prompt["completions"] = []
+        for place, n in enumerate(numbers, start=1):
+            values = {key: rows[n].get(key) for key in COMPLETION_KEYS}
+            prompt["completions"].append(finite(values | {"sample": rows[n].get("sample", place)}))
         prompts.append(prompt)
     return prompts, list(groups.values())
 

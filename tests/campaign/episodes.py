@@ -15,6 +15,7 @@ from pathlib import Path
 
 from data import random_model
 from experiments.bench.common import ROOT
+from tests.campaign.verdicts import rows_of, weights_of
 
 GAME = '''
 import os, pathlib, random, signal, time
@@ -65,18 +66,6 @@ def train(*settings: str) -> int:
     return subprocess.run([*command, "train_rl.py", *settings], cwd=ROOT, capture_output=True).returncode
 
 
-def figures(run_dir: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl without times."""
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    times = ("seconds", "completion_seconds", "rollout_", "straggler", "reward_latency", "peak_rss")
-    return [{name: value for name, value in row.items() if not name.startswith(times)} for row in rows]
-
-
-def weights(run_dir: Path) -> list[bytes]:
-    """Return the exported weights."""
-    return [file.read_bytes() for file in sorted((run_dir / "model").glob("*.safetensors"))]
-
-
 def main() -> int:
     """Run the campaign."""
     parser = argparse.ArgumentParser(
@@ -90,8 +79,8 @@ def main() -> int:
     checks["killed run ends with an error"] = train(*settings, f"run.dir={out}/killed") != 0
     checks["kill was in the second step"] = not (out / "killed/checkpoints/step_000002").exists()
     checks["resumed run"] = train(*settings, f"run.dir={out}/killed") == 0
-    checks["weights are equal"] = weights(out / "undisturbed") == weights(out / "killed")
-    checks["metrics are equal"] = figures(out / "undisturbed") == figures(out / "killed")
+    checks["weights are equal"] = weights_of(out / "undisturbed") == weights_of(out / "killed")
+    checks["metrics are equal"] = rows_of(out / "undisturbed") == rows_of(out / "killed")
     for name, holds in checks.items():
         print(f"{'same' if holds else 'failed'}: {name}")
     return 0 if all(checks.values()) else 1
