@@ -171,9 +171,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for a full disk
+        is_refused = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS)
+        remedy = "Make it writable" if is_refused else "Free disk space"
         raise RuntimeError(
-            f"{path} could not be written ({one_line(str(error))[:300]}); checkpoints are intact. Free disk "
-            "space, then start the same command again"
+            f"{path} could not be written ({one_line(str(error))[:300]}); checkpoints are intact. {remedy}, "
+            "then start the same command again"
         ) from error
 
 

@@ -1,13 +1,14 @@
 """Checkpoints: content, failed writes, damage, and rows that a resumed run writes again."""
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
 import pickle
 import resource
 import shutil
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import save_small_moe
-from helpers import make_batch, make_config, make_prompts, names_in, no_history, rows_of
+from helpers import make_batch, make_config, make_group, make_prompts, names_in, no_history, rows_of
 from safetensors import SafetensorError
 
 import lifecycle
 import moe_model
+from batch import Rollout
 from configure import load_config
 from data.stages import Offers
 from data.stream import digest_of
@@ -326,6 +328,30 @@ def test_the_last_evaluation_of_a_run_that_gets_more_steps_is_lost_only_if_it_is
     assert is_redone(row | {"step": 206}, state, evaluates)
 
 
+@pytest.mark.parametrize("resume, num_waiting", [("auto", 1), ("weights", 0)])
+def test_rollouts_that_wait_return_at_an_exact_resume(resume, num_waiting, run):
+    """Otherwise a fresh optimizer starts a new course, and they are dropped."""
+    run.queue.append(Rollout(3, [make_group(0, 1, [2], [True])], {}, Counter(offered=1)))
+    save(run, 4)
+    config = with_setting(run.config, "checkpoint.resume", resume)
+    resumed = SimpleNamespace(run_config=config, config=config, prompts=run.prompts, queue=deque())
+    lifecycle.restore_waiting(resumed, run.folder / "step_000004")
+    assert list(resumed.queue) == list(run.queue)[:num_waiting]
+    resumed.queue.clear()
+    resumed.prompts = make_prompts(3)
+    lifecycle.restore_waiting(resumed, run.folder / "step_000004")
+    assert not resumed.queue, "its groups are of other prompts"
+
+
+def test_random_numbers_continue_after_a_resume(run, monkeypatch):
+    torch.manual_seed(5)
+    save(run, 1)
+    expected = torch.rand(3)
+    monkeypatch.setattr(moe_model, "load_optimizer_shard", lambda *_: None)
+    lifecycle.load_shard(run.folder / "step_000001" / "rank_00000.pt", run.trainer)
+    assert torch.equal(torch.rand(3), expected)
+
+
 # ---- damage ------------------------------------------------------------------------------------------------
 def test_damage_to_any_file_is_named_and_the_previous_checkpoint_can_be_used(run, tmp_path):
     """One case is left out: without state.json, the folder is not a checkpoint."""
@@ -572,8 +598,16 @@ def test_a_full_disk_is_an_error_that_names_the_file(name, run, tmp_path):
     "error", [OSError(28, "No space"), RuntimeError("No space"), SafetensorError("No space")]
 )
 def test_a_failed_export_names_its_folder_for_the_errors_of_all_libraries(error):
-    with pytest.raises(RuntimeError, match="runs/x/model .*No space"), writing("runs/x/model"):
+    with pytest.raises(RuntimeError, match="runs/x/model .*No space.*Free disk"), writing("runs/x/model"):
         raise error
+
+
+def test_a_file_that_may_not_be_written_is_not_blamed_on_the_disk():
+    with (
+        pytest.raises(RuntimeError, match="runs/x/model .*denied.*Make it writable"),
+        writing("runs/x/model"),
+    ):
+        raise OSError(errno.EACCES, "Permission denied")
 
 
 def test_a_folder_source_of_another_program_is_not_replaced(tmp_path):

@@ -694,12 +694,8 @@ def test_a_setting_that_a_checkpoint_lacks_counts_as_its_default():
     settings = ("data.eval=[{path: b}]", "train.num_steps=7")
     present = load(*settings).model_dump(mode="json")
     saved = load(*settings).model_dump(mode="json")
-    for section, key in (
-        ("train", "lr_schedule"),
-        ("train", "betas"),
-        ("reward", "env"),
-        ("rollout", "stop"),
-    ):
+    names = (("train", "lr_schedule"), ("train", "betas"), ("reward", "env"), ("rollout", "stop"))
+    for section, key in names:
         del saved[section][key]
     del saved["data"]["train"][0]["weight"]
     del saved["data"]["eval"][0]["columns"]

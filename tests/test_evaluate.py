@@ -122,12 +122,8 @@ def test_figures_by_source_and_difficulty_add_up_and_are_printed():
         for p in range(12) for s in range(5)
     ]  # fmt: skip
     figures = all_figures(rows, 0)
-    assert list(figures["source"]) == ["a", "b"] and list(figures["difficulty"]) == [
-        "a 1",
-        "a 2",
-        "b 1",
-        "b 2",
-    ]
+    assert list(figures["source"]) == ["a", "b"]
+    assert list(figures["difficulty"]) == ["a 1", "a 2", "b 1", "b 2"]
     sources = [(means["num_prompts"], means["avg_at_4"]["mean"]) for means in figures["source"].values()]
     assert sum(n * mean for n, mean in sources) / 12 == pytest.approx(figures["all"]["avg_at_4"]["mean"])
     rewards = [r["reward"] for r in rows if (r["source"], r["difficulty"]) == ("a", 2) and r["sample"] > 0]

@@ -317,7 +317,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, experiments": 8674,
     "lines of Python, extras": 1956,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5090,
+    "lines of Python, runtime": 5093,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
     "lines of Python, the root": 11537,

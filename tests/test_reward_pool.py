@@ -744,17 +744,9 @@ def test_functions_that_work_pass_the_check(own, monkeypatch):
     assert f"{own}:given gives the first reference answer 1.00, and an empty completion 1.00" in notes
 
 
-@pytest.mark.parametrize(
-    "name, answer",
-    [
-        ("given", "1.001"),
-        ("raises", ""),
-        ("wait", ""),
-        ("with_missing", ""),
-        ("leaves", ""),
-        ("coroutine", ""),
-    ],
-)
+@pytest.mark.parametrize("name, answer", [
+    ("given", "1.001"), ("raises", ""), ("wait", ""), ("with_missing", ""), ("leaves", ""), ("coroutine", ""),
+])  # fmt: skip
 def test_a_function_that_does_not_work_is_named_before_a_run(name, answer, own):
     rows = [("exact", "1", {}), (f"0.5*exact + 0.5*{own}:{name}", answer, FIELDS)]
     with pytest.raises((ValueError, RuntimeError), match=f"own_rewards.py:{name}") as error:
