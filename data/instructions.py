@@ -13,12 +13,13 @@ instruction completions shrank to a few words, for example "Time.", which break 
 number of words is one of the checks, so an answer that is too short loses a part of the reward.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from runtime.config import command_line
 
 FORMS = (
     "Write a short letter about {topic}.",
@@ -142,10 +143,7 @@ def make_rows(split: str, num: int, seed: int) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and write both sets."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m data.instructions", description=__doc__, formatter_class=keep_lines
-    )
+    parser = command_line("python -m data.instructions", __doc__)
     parser.add_argument(
         "--output", type=Path, default=Path("data/built/instructions"), help="folder (default: %(default)s)"
     )

@@ -406,13 +406,6 @@ class PromptMaker:
         answer_column = self.columns["answer"]
         num_chat = sum(prompt.is_chat for prompt in prompts)
         is_conversation = num_chat > 0 and self.data.chat != "always"
-        shape = "columns"
-        if answer_column == "reward_model.ground_truth":
-            shape = "verl's columns"
-        elif prompt_column == "question" and {prompt.kind for prompt in prompts} == {"gsm8k"}:
-            shape = "GSM8K's columns"
-        elif prompt_column == "prompt" and (is_conversation or answer_column in ("ground_truth", "solution")):
-            shape = f"TRL's {'conversational' if is_conversation else 'standard'} columns"
         shown_column = f"{prompt_column}: messages" if is_conversation else prompt_column
         columns = [shown_column, answer_column or "no answer"]
         columns += [self.columns[role] for role in ("kind", "difficulty") if self.columns[role]]
@@ -424,7 +417,7 @@ class PromptMaker:
         if 0 < num_chat < len(prompts):
             rendering = f"{num_chat:,} rendered by the chat template, the others plain text"
         return (
-            f"{shape} ({', '.join(columns)}), verified by {', '.join(map(with_shares, kinds))}, {rendering}"
+            f"columns ({', '.join(columns)}), verified by {', '.join(map(with_shares, kinds))}, {rendering}"
         )
 
 

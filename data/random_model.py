@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 
 from data.formats import is_data_path, load_rows
+from runtime.config import command_line
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK_TOKENS = ("<think>", "</think>")  # ordinary tokens that stay in decoded text, as in Qwen3
@@ -119,10 +120,7 @@ def build_model(args: argparse.Namespace, tokenizer):
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; ValueError names an invalid option."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m data.random_model", description=__doc__, formatter_class=keep_lines
-    )
+    parser = command_line("python -m data.random_model", __doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder to create")
     add("--text", action="append", required=True, help="training text of the tokenizer; may be repeated")

@@ -16,7 +16,6 @@ the most frequent answers as constants, by the verifier, and warns above 15 % of
 rows with a frequent answer out.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from data.chat import time_limit
 from data.stream import seed_of
+from runtime.config import command_line
 from verifiers import reasoning_gym
 
 MAX_CONSTANT_FRAC = 0.15  # of a task's rows that one constant answer solves, without a warning [ours]
@@ -264,8 +264,7 @@ def list_tasks() -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and write both sets."""
-    parser = argparse.ArgumentParser("python -m data.reasoning_gym", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_line("python -m data.reasoning_gym", __doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", default=[], metavar="NAME", help="tasks, with a level of its own as NAME:LEVEL")
     add("--difficulty", nargs="+", type=int, default=[None], metavar="LEVEL",

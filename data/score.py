@@ -58,7 +58,7 @@ from reward import Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
 from runtime.agreement import check_inputs_agree, digests_of_input
 from runtime.checkpoint import digest_of_files
-from runtime.config import explain, merge, read_mapping, read_override
+from runtime.config import command_line, explain, merge, read_mapping, read_override
 from runtime.launch import join_ranks, leave, one_line, run
 from runtime.schedule import from_rank_0
 from runtime.user_files import digest_of_file, file_of
@@ -317,8 +317,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
     args.model is the folder, which is downloaded if the option is a name on the hub.
     """
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="data/score.py", description=__doc__, formatter_class=keep_lines)
+    parser = command_line("data/score.py", __doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="checkpoint in safetensors: folder, or name on the hub")
     add("--output", type=Path, required=True, help="score file to create or to resume")

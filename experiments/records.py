@@ -13,7 +13,6 @@ and a file that whole.json no longer names. Any other file has to hold whole rec
 whole.json: {"STUDY/FILE.jsonl": commit of the whole file, "STUDY": commit of a study that left the tree}.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from experiments.history import content_at, files_at, git, is_complete
+from runtime.config import command_line
 
 STUDIES = ROOT / "experiments" / "studies"
 INDEX = "whole.json"  # in the folder of all studies
@@ -149,9 +149,7 @@ def write_small(name: str, steps: list[str], studies: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(None, __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     getting = commands.add_parser("get", help="bring whole records, or a study that left the tree")
     getting.add_argument("study", help="name of a study")

@@ -943,23 +943,17 @@ def parents_of(rows: dict[str, list[Run]], parent: str, pairs: list[str]) -> dic
     return parents
 
 
-def read_table(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Run]], dict[str, str]]:
-    """Read the runs of --runs, relative to a folder; return the runs by row, and {row: parent}."""
+def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[str, list[Run]], list[str]]:
+    """Return the table of the runs of --runs, relative to a folder, the runs by row, and the note's lines."""
     if not args.runs or args.parent is None:
         raise ValueError("a table needs --runs and --parent")
-    paths = [folder / path for path in args.runs]
-    rows = read_rows(paths, args.rows, args.metric)
+    rows = read_rows([folder / path for path in args.runs], args.rows, args.metric)
     if args.rows is None:
         rows = {name: rows[name] for name in sorted(rows, key=lambda name: name != args.parent)}
     check_columns(args.columns, rows)
     if args.block < 1:
         raise ValueError(f"--block {args.block} must be at least 1")
-    return rows, parents_of(rows, args.parent, args.parents)
-
-
-def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[str, list[Run]], list[str]]:
-    """Return the table of the runs of --runs, relative to a folder, the runs by row, and the note's lines."""
-    rows, parents = read_table(args, folder)
+    parents = parents_of(rows, args.parent, args.parents)
     table = make_table(rows, parents, args.columns, args.block)
     compared = {pair for pair in parents.items() if pair[0] != pair[1]}
     shown = Shown(

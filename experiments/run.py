@@ -42,6 +42,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -56,9 +57,9 @@ if __name__ == "__main__":
 
 from data.tiny import recipe_of
 from experiments import records, report, starts
-from experiments.bench.common import markdown
+from experiments.bench.common import markdown, torchrun
 from experiments.declaration import read_declaration, warnings_of_launch
-from runtime.config import differences, flat_settings, with_paths_from
+from runtime.config import command_line, differences, flat_settings, with_paths_from
 from runtime.old_settings import present_settings, settings_of_record
 from runtime.provenance import commit_of
 from runtime.user_files import user_file_digests
@@ -130,21 +131,21 @@ def instance_settings(row: Path, script: Path, seed: int) -> list[str]:
     if not number:
         return []
     config = load_script(ROOT / script).load_config(["--config", str(row)])
-    texts: dict[str, str] = {}
-    for section, values in config.model_dump(mode="json", exclude_defaults=True).items():
-        if isinstance(values, dict):
-            texts |= {f"{section}.{key}": json.dumps(value) for key, value in values.items()}
-        else:  # stages
-            texts[section] = json.dumps(values)
     recipe = instances["recipe"]
-    moved = {name: text.replace(f"/{recipe}/", f"/{recipe}_{number}/") for name, text in texts.items()}
-    return [f"{name}={moved[name]}" for name in texts if moved[name] != texts[name]]
+    return moved_settings(config, lambda text: text.replace(f"/{recipe}/", f"/{recipe}_{number}/"))
+
+
+def moved_settings(config, move: Callable[[str], str]) -> list[str]:
+    """Return the settings whose JSON changes by `move`, as words of a command line."""
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    stages = {"stages": values.pop("stages")} if "stages" in values else {}
+    texts = {name: json.dumps(value) for name, value in (flat_settings(values) | stages).items()}
+    return [f"{name}={moved}" for name, text in texts.items() if (moved := move(text)) != text]
 
 
 def command(run: Run, ranks: int) -> list[str]:
     """Return the command of a run, for the root as working directory."""
-    torchrun = [sys.executable, "-m", "runtime.torchrun", f"--nproc-per-node={ranks}"]
-    return [*torchrun, str(run.script), *run.arguments]
+    return [*torchrun(ranks), str(run.script), *run.arguments]
 
 
 @functools.cache
@@ -410,9 +411,6 @@ def start_settings(args: argparse.Namespace, start: Path) -> list[str]:
     """
     script = load_script(ROOT / from_root(args.script))
     config = script.load_config(["--config", str(args.rows[0]), *args.settings])
-    values = config.model_dump(mode="json", exclude_defaults=True)
-    stages = {"stages": values.pop("stages")} if "stages" in values else {}
-
     files = starts.record_of(ROOT / start.parent).get("files", {})
 
     def committed(match: re.Match) -> str:
@@ -420,13 +418,9 @@ def start_settings(args: argparse.Namespace, start: Path) -> list[str]:
         file = start.parent / match[1]
         return str(file) if match[1] in files or (ROOT / file).exists() else match[0]
 
-    settings = [f"model.path={start}"]
-    for name, value in (flat_settings(values) | stages).items():
-        text = json.dumps(value)
-        moved = re.sub(rf'data/built/{re.escape(start.parent.name)}/([^"]+)', committed, text)
-        if moved != text and name != "model.path":
-            settings.append(f"{name}={moved}")
-    return settings
+    path = re.compile(rf'data/built/{re.escape(start.parent.name)}/([^"]+)')
+    settings = moved_settings(config, lambda text: path.sub(committed, text))
+    return [f"model.path={start}", *(text for text in settings if not text.startswith("model.path="))]
 
 
 def check_starts(runs: list[Run], dry_run: bool = False) -> None:
@@ -519,9 +513,7 @@ def comparison(run: Run, recorded: dict) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(None, __doc__)
     parser.add_argument("--rows", type=Path, nargs="+", help="YAML files, one per row")
     parser.add_argument("--seeds", type=int, nargs="+", help="train.seed of the runs of each row")
     parser.add_argument(

@@ -14,7 +14,6 @@ experiments/starts/habits.yaml over their base. experiments/run.py brings and ch
 run, and `report.py --check` checks all.
 """
 
-import argparse
 import hashlib
 import json
 import re
@@ -28,6 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from experiments.history import content_at, is_complete
+from runtime.config import command_line
 from runtime.provenance import commit_of, machine_of, now, versions_of
 
 STARTS = ROOT / "experiments" / "starts"
@@ -71,11 +71,11 @@ def problems_of(start: Path) -> list[str]:
         return [f"{start}: {RECORD} is missing; `python -m experiments.starts add` writes it"]
     recorded = record["files"]
     present = digests_of(start)
-    if extra := sorted(present.keys() - recorded.keys()):
-        return [f"{start}: {', '.join(extra)}: not of the start; move to another folder"]
     changed = sorted(name for name in recorded if recorded[name] != present.get(name))
+    extra = sorted(present.keys() - recorded.keys())
     remedy = f"`python -m experiments.starts get {start.name}`" if "commit" in record else "git"
-    return [f"{start}: {', '.join(changed)}: not as committed; restore with {remedy}"] if changed else []
+    problems = [f"{start}: {', '.join(changed)}: not as committed; restore with {remedy}"] if changed else []
+    return problems + ([f"{start}: {', '.join(extra)}: not of the start; move elsewhere"] if extra else [])
 
 
 def record_problems(start: Path) -> list[str]:
@@ -181,9 +181,7 @@ def add(name: str, source: Path) -> Path:
 
 def main(argv: list[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(None, __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     getting = commands.add_parser("get", help="bring a start from its commit")
     getting.add_argument("name", nargs="+", help="name of a start, for example chains_3")

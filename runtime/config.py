@@ -569,6 +569,12 @@ def with_settings_apart(args: argparse.Namespace, option: str) -> argparse.Names
     return args
 
 
+def command_line(prog: str | None, description: str) -> argparse.ArgumentParser:
+    """Return a parser whose --help prints a docstring as it is written; prog: None for the file's name."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog, description=description, formatter_class=formatter)
+
+
 def read_mapping(option: str, text: str) -> dict:
     """Parse {key: value} of the command line as YAML; ValueError names the option."""
     try:

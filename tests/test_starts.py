@@ -42,7 +42,8 @@ def test_a_start_is_copied_and_a_changed_file_is_named(built, capsys):
     (start / "new.jsonl").write_text("")
     assert starts.main(["check"]) == 1
     problem = capsys.readouterr().err
-    assert "model/config.json, new.jsonl, train.jsonl" in problem and "model.safetensors" not in problem
+    assert "model/config.json, train.jsonl: not as committed" in problem
+    assert "new.jsonl: not of the start" in problem and "model.safetensors" not in problem
 
 
 @pytest.mark.parametrize(("name", "file", "size"), [

@@ -76,9 +76,9 @@ def stated_answer(text: str) -> str | None:
     if opening >= 0:
         return text[opening + len("<answer>") :].partition("</answer>")[0].strip()
     if "\\boxed" in text or "\\fbox" in text:
-        from verifiers.math import last_boxed
+        from verifiers.math import boxes
 
-        return last_boxed(text)
+        return all_boxes[-1][2] if (all_boxes := boxes(text)) else None
     *_, stated = _STATED.split(text)
     if stated != text:
         first, _, rest = stated.strip(" ").partition("\n")

@@ -57,9 +57,13 @@ _STYLES = (
     (r"^\\text\s*\{[^{}]*(?:(?:\b(?:is|are)|[=:])\s*\}|\}\s*=)(?=\s*[\d(\[\\-])", ""),
     (TEXT_COMMAND + r"\{((?:[^{}A-Za-z]|and|or)*\d(?:[^{}A-Za-z]|and|or)*)\}$", r"\1"),
     (rf"(?:{TEXT_COMMAND}\{{\s*(?:\\?\$|Rs\.?|USD|EUR|GBP)\s*\}}|\bRs\.|\\mathdollar)\s*(?=\d)", ""),
-    (rf"(?<=[\d}}]){_SPACE}*(?:{TEXT_COMMAND}\{{\s*)?(?:({SCALED})s?|({'|'.join(_SCALE)})ths?)\b(?:\s*\}})?",
-     lambda match: rf" \times 10^{{{_SCALE[match[1]] if match[1] else -_SCALE[match[2]]}}}"),
+    (rf"(?<=[\d}}]){_SPACE}*(?:{TEXT_COMMAND}\{{\s*)?(?:({SCALED})s?|({'|'.join(_SCALE)})ths?)\b(?P<end>\s*\}})?",
+     lambda match: rf" \times 10^{{{_SCALE[match[1]] if match[1] else -_SCALE[match[2]]}}}"
+     + (r"\text{" if "{" in match[0] and not match["end"] else "")),
     (r"^(?:\\text\s*\{\s*)?(?:negative|minus)\s*\}?\s*(?=\d)", "-"),
+    (rf"(?<=\d)\s*\^?\s*\{{?\s*(?:{TEXT_COMMAND}\{{)?\s*(?:st|nd|rd|th)\s*\}}*$", ""),  # 3rd
+    (r"\\mathcal\s*\{?\s*O\s*\}?(?=\s*(?:\\left)?\s*\()", "O"),
+    (r"(?<=\))\s*\^\s*\{?\s*(?:T|\\top|\\intercal|\\mathsf\s*\{?T\}?)\s*\}?$", ""),  # a row as a column
 )  # fmt: skip
 _FUNCTIONS = "sqrt|exp|ln|log|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh"
 _TRIGONOMETRIC = "sin|cos|tan|cot|sec|csc"
@@ -111,6 +115,7 @@ _NOTATIONS = (  # numbers and functions as people, books and programs write them
      lambda match: _improper(match)),
     (rf"{_DIGITS}{_SPACE}*\\[dtc]?frac\s*(?:\{{\s*(\d{{1,9}})\s*\}}|(\d))\s*(?:\{{\s*(\d{{1,9}})\s*\}}|(\d))",
      lambda match: _improper(match)),
+    (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
     (r"(?<![\w\\])(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot)\s*\{\s*(\d{1,9})\s*\}",
      lambda match: _repeating(match)),
     (r"(?<![\w\\])(\d{0,9})\.(\d{0,3}?)(\d{1,6}?)\3+\s*(?:\\[lc]?dots|\.\.\.)",
@@ -279,6 +284,10 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
 
     sums: a sum of numbers is a number, see _is_unfinished().
     """
+    if "langle" not in answer and "," in content:
+        content = content.replace(r"\langle", "(").replace(r"\rangle", ")")
+    if re.search(r"\\circ|\\degree|\u00b0", answer) and re.search(r"\brad(?:ian)?s?\b", content):
+        return False
     if not has_unit(answer):
         content, answer = with_cases_apart(content, answer)
     if ends_in_variable(answer, is_gold=True):
@@ -301,6 +310,14 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
         gold, text = (side.partition("=")[2] for side in (gold, text))
     if "=" not in gold:
         text = re.sub(r"^\s*[A-Za-z]\([^()=]*\)\s*=", "", text)  # f(3) = 17
+    if "mod" not in gold:
+        text = re.sub(r"(?<=\d)\s*\(?(?:\\[pb]?mod|mod)(?![a-z]).*$", "", text)  # 9 \pmod{26}
+    if "_" not in gold:
+        text = re.sub(r"\b([a-z])_\{?\d\}?(?=\s*=)", r"\1", text)  # x_1 = 2, x_2 = -3
+    functions = [re.match(r"\s*([a-z])\(([a-z])\)\s*=", side) for side in (gold, text)]
+    if None not in functions and functions[0][1] == functions[1][1] and functions[0][2] not in text:
+        name = rf"(?<![A-Za-z\\]){functions[1][2]}(?![A-Za-z])"  # f(t) = t^2 is f(x) = x^2
+        text = re.sub(name, functions[0][2], text)
     decimals = [re.fullmatch(r"(-?\d+)(\.|,|\{,\})(\d{1,2}|\d{4,})", side.strip()) for side in (gold, text)]
     if None not in decimals and (decimals[0][2] == ".") != (decimals[1][2] == "."):  # 2,74 and 2.74
         gold, text = (f"{match[1]}.{match[3]}" for match in decimals)
@@ -315,7 +332,7 @@ def same(gold: list, answer: list, sums: bool = False) -> bool:
         return False
     if None not in (regions := [_region(gold[0]), _region(answer[0])]):
         return _same_region(*regions)
-    sides = _in_order(gold[0], answer[0])
+    sides = _in_order(*_as_tuples(gold[0], answer[0]))
     return load_library().verify(*sides, timeout_seconds=None, raise_on_error=True)
 
 
@@ -334,6 +351,15 @@ def _is_false(expression) -> bool:
         return False
     are_numbers = all(isinstance(side, sympy.Expr) and not side.free_symbols for side in expression.args)
     return are_numbers and not _close(*expression.args)
+
+
+def _as_tuples(*sides) -> list:
+    """Write a row or a column as a tuple if the other side is a tuple."""
+    is_tuple = any(isinstance(side, sympy.Tuple) for side in sides)
+    return [
+        sympy.Tuple(*side) if is_tuple and isinstance(side, sympy.MatrixBase) and 1 in side.shape else side
+        for side in sides
+    ]
 
 
 def _in_order(gold, answer) -> tuple:
@@ -588,18 +614,26 @@ def _same_ratio(gold: list[str], answer: list[str]) -> bool:
 # ---- units ----
 _COMPOUND = "+"
 _UNITS = {  # {dimension: {size: names}}
-    "length": {"0.001": "mm millimeter millimetre", "0.01": "cm centimeter centimetre", "0.1": "dm decimeter",
-               "1": "m meter metre", "1000": "km kilometer kilometre", "0.0254": "inch inche in",
-               "0.3048": "ft foot feet", "0.9144": "yd yard", "1609.344": "mi mile"},
+    "length": {"1e-9": "nm nanometer", "1e-6": "\u03bcm", "0.001": "mm millimeter millimetre",
+               "0.01": "cm centimeter centimetre", "0.1": "dm decimeter", "1": "m meter metre",
+               "1000": "km kilometer kilometre", "0.0254": "inch inche in", "0.3048": "ft foot feet",
+               "0.9144": "yd yard", "1609.344": "mi mile"},
     "mass": {"0.000001": "mg milligram", "0.001": "g gram gramme", "1": "kg kilogram", "1000": "tonne"},
     "weight": {"1": "oz ounce", "16": "lb pound"},
-    "time": {"0.001": "ms millisecond", "1": "s sec second", "60": "min minute", "3600": "h hr hour",
-             "86400": "day", "604800": "week"},
+    "time": {"1e-9": "ns", "1e-6": "\u03bcs", "0.001": "ms millisecond", "1": "s sec second",
+             "60": "min minute", "3600": "h hr hour", "86400": "day", "604800": "week"},
     "years": {"1": "month", "12": "yr year"},
     "money": {"0.01": "cent \u00a2", "1": "dollar"},
     "force": {"1": "N newton", "1000": "kN"},
-    "energy": {"1": "J joule", "1000": "kJ kilojoule"},
-    "power": {"1": "W watt", "1000": "kW kilowatt"},
+    "energy": {"0.001": "mJ", "1": "J joule", "1000": "kJ kilojoule", "1e6": "MJ megajoule"},
+    "power": {"0.001": "mW", "1": "W watt", "1000": "kW kilowatt", "1e6": "MW megawatt"},
+    "pressure": {"1": "Pa pascal", "100": "hPa", "1000": "kPa kilopascal", "1e6": "MPa", "1e5": "bar"},
+    "charge": {"1e-9": "nC", "1e-6": "\u03bcC", "0.001": "mC", "1": "C coulomb"},
+    "current": {"1e-6": "\u03bcA", "0.001": "mA", "1": "A ampere amp"},
+    "voltage": {"0.001": "mV", "1": "V volt", "1000": "kV kilovolt"},
+    "resistance": {"1": "\u03a9 ohm", "1000": "k\u03a9", "1e6": "M\u03a9"},
+    "frequency": {"1": "Hz hertz", "1000": "kHz", "1e6": "MHz", "1e9": "GHz"},
+    "photon": {"1": "eV", "1000": "keV", "1e6": "MeV", "1e9": "GeV"},
     "volume": {"0.001": "ml mL milliliter millilitre", "0.01": "cl", "1": "l L liter litre"},
     "speed": {"1": "m/s", "5/18": "km/h kmh kph kmph", "0.44704": "mph"},
 }  # fmt: skip
@@ -629,6 +663,8 @@ def _quantity(text: str) -> tuple[tuple | None, Fraction, str]:
     text = _UNIT_FRACTION.sub("", text)
     plain = re.sub(rf"{TEXT_COMMAND}\{{([^{{}}]*)\}}", r" \1 ", text)
     plain = _PRICE.sub(r"\1\2 dollar", plain.strip())
+    plain = re.sub(r"\\mu(?![a-z])\s*", "\u03bc", plain.replace("\u00b5", "\u03bc"))
+    plain = re.sub(r"\\Omega(?![a-z])|\u2126", "\u03a9", plain)
     plain = plain.replace(r"\$", "").replace("\u00b2", "^2").replace("\u00b3", "^3")
     plain = " ".join(re.sub(rf"{_SPACE}+", " ", plain).split()).rstrip(".")
     pairs = _PAIR.findall(plain)

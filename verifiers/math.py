@@ -23,6 +23,7 @@ from verifiers.expressions import (
     same,
     undressed,
 )
+from verifiers.forms import decide
 
 MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; answers of MATH-500 have at most 53
 MAX_COMPARED_CHARS = 600  # of an expression; longer ones are compared as text, without math-verify
@@ -67,6 +68,9 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     if too_large(joined) or too_large(answer):
         is_right = normal_text(joined) == normal_text(answer)
         return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
+    decided = decide(joined, answer)
+    if decided is not None:
+        return (1.0, "ok", "") if decided else (0.0, "wrong", "")
     is_right = _has_same_words(joined, answer) or matches(joined, answer)
     is_right = is_right or (matches is equal and _is_labelled(joined, answer))
     if not is_right and len(contents) > 1:  # one answer, repeated
@@ -131,12 +135,6 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
                 boxes_so_far.pop()
             boxes_so_far.append((opening.start(), match.end(), text[opening.end() : match.start()]))
     return boxes_so_far
-
-
-def last_boxed(text: str) -> str | None:
-    """Return the content of the last box, or None if the text has no box."""
-    all_boxes = boxes(text)
-    return all_boxes[-1][2] if all_boxes else None
 
 
 def last_boxes(text: str) -> list[str]:
@@ -360,6 +358,8 @@ _REWRITES = tuple(
         # Remove spaces, except in \pi k and 1 2.
         (r"(\\[a-zA-Z]+(?= [A-Za-z])|[0-9](?= [0-9])) | ", lambda match: f"{match[1]} " if match[1] else ""),
         (r"^[.,;]+|[.,;]+$", ""),
+        (r"\\begin\{cases\}(.*)\\end\{cases\}",
+         lambda match: "\\\\".join(sorted(match[1].split("\\\\")))),
         (r"(\\equiv|^|,)(-?\d{1,9})(?=\(mod(0*[1-9]\d{0,8})\)$)",
          lambda match: f"{match[1]}{int(match[2]) % int(match[3])}"),
     )

@@ -24,7 +24,6 @@ records.json: [{"track", "entry", "date", "commit", "settings", "weights", "vers
                 "curves": {seed: {"tokens": [...], "values": [...]}}}]
 """
 
-import argparse
 import datetime
 import fnmatch
 import itertools
@@ -41,7 +40,7 @@ from configure import load_config
 from experiments import report, run
 from experiments.bench.common import markdown, write_json
 from experiments.text_quality import read_rows
-from runtime.config import flat_settings
+from runtime.config import command_line, flat_settings
 from runtime.provenance import commit_of, git
 
 FOLDER = run.ROOT / "experiments" / "record"
@@ -71,8 +70,7 @@ FIXED = (
     "train.num_steps", "reward.binary",
 )  # fmt: skip
 FORBIDDEN = (  # patterns of settings
-    "stages*.data.*", "stages*.eval.*",  # other prompts and evaluations
-    "stages*.rollout.temperature", "stages*.reward.binary",  # other evaluations
+    "stages*.data.*", "stages*.eval.*", "stages*.rollout.temperature", "stages*.reward.binary",  # evaluations
     "*teacher.*", "*reward.judge",  # models whose tokens would not be counted
     "stages*.until.metric",  # held-out figures are for measuring, not for training
 )  # fmt: skip
@@ -302,9 +300,7 @@ def read_runs(entry: str, track: Track) -> list[report.Run]:
 
 def main(argv: list[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(None, __doc__)
     parser.add_argument("--track", choices=TRACKS, default="sums", help="default: sums")
     parser.add_argument("--entry", help="name of a YAML in experiments/record (default: the record's)")
     parser.add_argument("--add", action="store_true", help="add the entry to records.json")
