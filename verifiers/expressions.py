@@ -63,7 +63,7 @@ _STYLES = (
     (r"^(?:\\text\s*\{\s*)?(?:negative|minus)\s*\}?\s*(?=\d)", "-"),
     (rf"(?<=\d)\s*\^?\s*\{{?\s*(?:{TEXT_COMMAND}\{{)?\s*(?:st|nd|rd|th)\s*\}}*$", ""),  # 3rd
     (r"\\mathcal\s*\{?\s*O\s*\}?(?=\s*(?:\\left)?\s*\()", "O"),
-    (r"(?<=\))\s*\^\s*\{?\s*(?:T|\\top|\\intercal|\\mathsf\s*\{?T\}?)\s*\}?$", ""),  # a row as a column
+    (r"(\([^()]*,[^()]*\))\s*\^\s*\{?\s*(?:T|\\top|\\intercal|\\mathsf\s*\{?T\}?)\s*\}?$", r"\1"),
 )  # fmt: skip
 _FUNCTIONS = "sqrt|exp|ln|log|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh"
 _TRIGONOMETRIC = "sin|cos|tan|cot|sec|csc"
@@ -262,6 +262,7 @@ def is_math(parsed: list) -> bool:
 # Comparison
 # ------------------------------------------------------------------------------------------------------------
 _LETTERS = re.compile(TEXT_COMMAND + r"\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]")
+_TRANSPOSED = re.compile(r"\^\s*\{?\s*(?:T|\\top|\\intercal)(?![A-Za-z])")
 
 
 def with_cases_apart(*texts: str) -> list[str]:
@@ -286,6 +287,8 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
     """
     if "langle" not in answer and "," in content:
         content = content.replace(r"\langle", "(").replace(r"\rangle", ")")
+    if (_TRANSPOSED.search(answer) is None) != (_TRANSPOSED.search(content) is None):
+        return False  # latex2sympy drops the T
     if re.search(r"\\circ|\\degree|\u00b0", answer) and re.search(r"\brad(?:ian)?s?\b", content):
         return False
     if not has_unit(answer):
@@ -311,13 +314,12 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
     if "=" not in gold:
         text = re.sub(r"^\s*[A-Za-z]\([^()=]*\)\s*=", "", text)  # f(3) = 17
     if "mod" not in gold:
-        text = re.sub(r"(?<=\d)\s*\(?(?:\\[pb]?mod|mod)(?![a-z]).*$", "", text)  # 9 \pmod{26}
+        text = re.sub(r"(?<=\d)\s*(?:\\pmod|\(\s*\\?b?mod)(?![a-z]).*$", "", text)  # 9 \pmod{26}
     if "_" not in gold:
         text = re.sub(r"\b([a-z])_\{?\d\}?(?=\s*=)", r"\1", text)  # x_1 = 2, x_2 = -3
     functions = [re.match(r"\s*([a-z])\(([a-z])\)\s*=", side) for side in (gold, text)]
-    if None not in functions and functions[0][1] == functions[1][1] and functions[0][2] not in text:
-        name = rf"(?<![A-Za-z\\]){functions[1][2]}(?![A-Za-z])"  # f(t) = t^2 is f(x) = x^2
-        text = re.sub(name, functions[0][2], text)
+    if None not in functions and functions[0][1] == functions[1][1] and functions[0][2] not in text:  # f(t)
+        text = re.sub(rf"(?<![A-Za-z\\]){functions[1][2]}(?![A-Za-z])", functions[0][2], text)
     decimals = [re.fullmatch(r"(-?\d+)(\.|,|\{,\})(\d{1,2}|\d{4,})", side.strip()) for side in (gold, text)]
     if None not in decimals and (decimals[0][2] == ".") != (decimals[1][2] == "."):  # 2,74 and 2.74
         gold, text = (f"{match[1]}.{match[3]}" for match in decimals)
@@ -347,9 +349,8 @@ def _has_other_base(gold: list, answer: list) -> bool:
 
 def _is_false(expression) -> bool:
     """Tell whether an answer is a false equation of numbers, for example 13 = 12."""
-    if not isinstance(expression, sympy.Equality):
-        return False
-    are_numbers = all(isinstance(side, sympy.Expr) and not side.free_symbols for side in expression.args)
+    sides = expression.args if isinstance(expression, sympy.Equality) else (None,)
+    are_numbers = all(isinstance(side, sympy.Expr) and not side.free_symbols for side in sides)
     return are_numbers and not _close(*expression.args)
 
 

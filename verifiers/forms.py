@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from verifiers.expressions import TEXT_COMMAND, equal
 
-_SPACE = r"(?:\\[,;:! ]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s~$])+"
+_SPACE = r"(?:\\[,;:! ]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s~$])"
 
 
 def decide(content: str, answer: str) -> bool | None:
@@ -47,7 +47,7 @@ def _same_parts(found: dict[str, str], gold: dict[str, str]) -> bool | None:
 
 # ---- permutations in cycles: (1 3 2) is (3 2 1) ----
 def _cycles(text: str) -> set[tuple[int, ...]] | None:
-    plain = re.sub(_SPACE, " ", text).strip()
+    plain = re.sub(f"{_SPACE}+", " ", text).strip()
     if not re.fullmatch(r"(?:\( ?\d{1,4}(?: \d{1,4})+ ?\) ?)+", plain):
         return None
     cycles = [tuple(map(int, cycle.split())) for cycle in re.findall(r"\(([\d ]+)\)", plain)]
@@ -76,7 +76,7 @@ def _same_elements(found: list[str], gold: list[str]) -> bool | None:
 # ---- families: x = k pi, k in Z; the name of the parameter is free ----
 _FAMILY = re.compile(
     rf"(?P<value>.*?)(?:{_SPACE}|[,;:|]|\\mid|{TEXT_COMMAND}\{{\s*,?\s*(?:for|where|with|and)[^{{}}]*\}})+"
-    rf"(?P<name>[a-z])(?:{_SPACE})?(?:\\in(?:{_SPACE})?\\mathbb\s*\{{?Z\}}?"
+    rf"(?P<name>[a-z]){_SPACE}*(?:\\in{_SPACE}*\\mathbb\s*\{{?Z\}}?"
     rf"|{TEXT_COMMAND}\{{\s*(?:is )?an(?:y)? integer\s*\}})(?:{_SPACE}|\\\}}|[.)])*",
     re.DOTALL,
 )
@@ -98,8 +98,7 @@ _NOTHING = {
 
 
 def _nothing(text: str) -> str | None:
-    words = re.sub(rf"{TEXT_COMMAND}|(?<!\\)[{{}}]|{_SPACE}", " ", text)
-    words = " ".join(words.split()).strip(" .").lower()
+    words = " ".join(re.sub(rf"{TEXT_COMMAND}|(?<!\\)[{{}}]|{_SPACE}", " ", text).split()).strip(" .").lower()
     return next((name for name, pattern in _NOTHING.items() if re.fullmatch(pattern, words)), None)
 
 
