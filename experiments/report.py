@@ -469,10 +469,11 @@ def paired_p(differences: np.ndarray) -> float | None:
 
 
 def detectable_difference(differences: np.ndarray) -> float | None:
-    """Return the true difference that a paired t-test at 0.05 finds with power 0.8; None without variance.
+    """Return the true difference that a paired t-test at 0.05 finds with power 0.8.
 
     The statistic of a true difference d has a noncentral t-distribution with noncentrality d / error. The far
-    tail on the other side, below 1e-4 at five pairs, is left out. None for fewer than two pairs, too.
+    tail on the other side, below 1e-4 at five pairs, is left out. None for fewer than two pairs, and if all
+    differences are equal.
     """
     n = len(differences)
     if n < 2 or are_equal(differences):

@@ -231,13 +231,9 @@ def keep_earlier_record(run_dir: Path) -> Path | None:
 
 
 def prepare_run_dir(
-    run_dir: Path,
-    config,
-    record: dict | None,
-    evaluates: bool = True,
-    models: dict[str, str] | None = None,
+    run_dir: Path, config, record: dict | None, evaluates: bool = True, models: dict[str, str] | None = None,
     facts: dict[str, object] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write settings, source code and versions, and drop metrics of steps after the checkpoint.
 
     record: the state.json of the checkpoint to resume from; None for a start from step 0, which moves the

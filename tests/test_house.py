@@ -314,14 +314,14 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, the root": 4100,
     "lines of Python, data": 4478,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8649,
+    "lines of Python, experiments": 8647,
     "lines of Python, extras": 1956,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5098,
+    "lines of Python, runtime": 5094,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
     "lines of Python, the root": 11536,
-    "lines of Python, verifiers": 3715,
+    "lines of Python, verifiers": 3718,
 }
 
 

@@ -318,8 +318,9 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
     if "_" not in gold:
         text = re.sub(r"\b([a-z])_\{?\d\}?(?=\s*=)", r"\1", text)  # x_1 = 2, x_2 = -3
     functions = [re.match(r"\s*([a-z])\(([a-z])\)\s*=", side) for side in (gold, text)]
-    if None not in functions and functions[0][1] == functions[1][1] and functions[0][2] not in text:  # f(t)
-        text = re.sub(rf"(?<![A-Za-z\\]){functions[1][2]}(?![A-Za-z])", functions[0][2], text)
+    if None not in functions and functions[0][1] == functions[1][1] and functions[0][2] not in text:
+        variable = rf"(?<![A-Za-z\\]){functions[1][2]}(?![A-Za-z])"  # f(t) = t^2 is f(x) = x^2
+        text = re.sub(variable, functions[0][2], text)
     decimals = [re.fullmatch(r"(-?\d+)(\.|,|\{,\})(\d{1,2}|\d{4,})", side.strip()) for side in (gold, text)]
     if None not in decimals and (decimals[0][2] == ".") != (decimals[1][2] == "."):  # 2,74 and 2.74
         gold, text = (f"{match[1]}.{match[3]}" for match in decimals)
@@ -349,8 +350,9 @@ def _has_other_base(gold: list, answer: list) -> bool:
 
 def _is_false(expression) -> bool:
     """Tell whether an answer is a false equation of numbers, for example 13 = 12."""
-    sides = expression.args if isinstance(expression, sympy.Equality) else (None,)
-    are_numbers = all(isinstance(side, sympy.Expr) and not side.free_symbols for side in sides)
+    if not isinstance(expression, sympy.Equality):
+        return False
+    are_numbers = all(isinstance(side, sympy.Expr) and not side.free_symbols for side in expression.args)
     return are_numbers and not _close(*expression.args)
 
 

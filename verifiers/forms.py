@@ -98,8 +98,9 @@ _NOTHING = {
 
 
 def _nothing(text: str) -> str | None:
-    words = " ".join(re.sub(rf"{TEXT_COMMAND}|(?<!\\)[{{}}]|{_SPACE}", " ", text).split()).strip(" .").lower()
-    return next((name for name, pattern in _NOTHING.items() if re.fullmatch(pattern, words)), None)
+    words = re.sub(rf"{TEXT_COMMAND}|(?<!\\)[{{}}]|{_SPACE}", " ", text).split()
+    text = " ".join(words).strip(" .").lower()
+    return next((name for name, pattern in _NOTHING.items() if re.fullmatch(pattern, text)), None)
 
 
 def _yes_or_no(text: str) -> str | None:

@@ -262,12 +262,9 @@ def timed_training(
             lengths.extend(value for key, value in logs.items() if key == "completions/mean_length")
 
     GRPOTrainer(
-        model=str(model),
-        reward_funcs=is_followed,
-        args=config,
-        train_dataset=Dataset.from_list(chats),
+        model=str(model), reward_funcs=is_followed, args=config, train_dataset=Dataset.from_list(chats),
         callbacks=[Clock()],
-    ).train()
+    ).train()  # fmt: skip
     return {"seconds": seconds, "lengths": lengths}
 
 

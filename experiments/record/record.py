@@ -64,12 +64,12 @@ TRACKS = {
     "sums": Track(0.75, 200_000, 5_000, range(10), "additions/avg_at_8", "online"),
     "tasks": Track(0.28, 16_000, 800, range(6), "tasks/avg_at_4", "tasks_grpo"),
 }
-# Patterns of settings, which are those of the track:
+# Patterns of settings that every entry shares with the YAML of its track:
 FIXED = (
     "model.path", "data.*", "eval.*", "rollout.temperature", "rollout.stop", "train.max_generated_tokens",
     "train.num_steps", "reward.binary",
 )  # fmt: skip
-FORBIDDEN = (  # patterns of settings
+FORBIDDEN = (  # patterns of settings that no entry may have
     "stages*.data.*", "stages*.eval.*", "stages*.rollout.temperature", "stages*.reward.binary",  # evaluations
     "*teacher.*", "*reward.judge",  # models whose tokens would not be counted
     "stages*.until.metric",  # held-out figures are for measuring, not for training
