@@ -142,27 +142,36 @@ def residual_token(old: dict[int, float], new: dict[int, float], random: Random)
 
 
 def score_drafts(engine, drafts: list[tuple[list[int], Tokens]], topk: int) -> list[Tokens]:
-    """Return (prompt ids, draft) with the engine's log-probabilities of today, by one prefill each."""
+    """Return the drafts, each with its prompt ids, by the engine's log-probabilities of today.
+
+    Equal drafts share one prefill, and a group its prompt, by the prefix cache. vLLM has no log-probabilities
+    of cached tokens, so a draft that begins with cached tokens of another draft is read again without cache.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(
-        temperature=0, max_tokens=1, prompt_logprobs=topk, flat_logprobs=True, detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
-    for number, (prompt_ids, draft) in enumerate(drafts):
-        prompt = {"prompt_token_ids": [*prompt_ids, *draft.ids.tolist()]}
-        engine.engine.add_request(str(number), prompt, params)
-    scored: dict[int, Tokens] = {}
-    while len(scored) < len(drafts):
-        for output in engine.step():
-            _, draft = drafts[int(output.request_id)]
-            flat = output.prompt_logprobs  # of each token but the first: the token itself, then the likeliest
-            table = torch.tensor(flat.logprobs, dtype=torch.float32).view(-1, 1 + topk)[-len(draft.ids) :]
-            ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(-1, 1 + topk)[-len(draft.ids) :]
-            columns = (table[:, 0], ids[:, 1:], table[:, 1:])
-            scored[int(output.request_id)] = Tokens(draft.ids, *(column.clone() for column in columns))
-    return [scored[number] for number in range(len(drafts))]
+    pairs = [(tuple(prompt_ids), tuple(draft.ids.tolist())) for prompt_ids, draft in drafts]
+    scored: dict[tuple, Tokens] = {}
+    for skip_cache in (False, True):
+        params = SamplingParams(
+            temperature=0, max_tokens=1, prompt_logprobs=topk, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY, skip_reading_prefix_cache=skip_cache,
+        )  # fmt: skip
+        left = {str(i): pair for i, pair in enumerate(dict.fromkeys(pairs)) if pair not in scored}
+        for name, (prompt_ids, ids) in left.items():
+            engine.engine.add_request(name, {"prompt_token_ids": [*prompt_ids, *ids]}, params)
+        while left:
+            for output in engine.step():
+                prompt_ids, ids = pair = left.pop(output.request_id)
+                if output.num_cached_tokens >= len(prompt_ids):
+                    continue
+                flat = output.prompt_logprobs  # of each token but the first: the token, then the likeliest
+                size = (1 + topk) * len(ids)
+                table = torch.tensor(flat.logprobs[-size:], dtype=torch.float32).view(-1, 1 + topk)
+                tokens = torch.tensor(flat.token_ids[-size:], dtype=torch.int32).view(-1, 1 + topk)
+                columns = (tokens[:, 0], table[:, 0], tokens[:, 1:], table[:, 1:])
+                scored[pair] = Tokens(*(column.clone() for column in columns))
+    return [scored[pair] for pair in pairs]
 
 
 class DraftsExtra(Extra):

@@ -397,6 +397,34 @@ def test_a_prefill_scores_tokens_as_they_were_sampled(engine, tokenizer):
         assert num == len(tokens.ids) == len(beginning.ids)
 
 
+def test_drafts_with_tokens_in_the_prefix_cache_are_scored_as_alone(engine, monkeypatch):
+    """A cached prompt is not read again; cached tokens of another draft have no log-probabilities and are."""
+    random = Random(0)
+    long, short, start, *ends = ([random.randrange(60) for _ in range(num)] for num in (33, 20, 20, 15, 15))
+    pairs = [
+        (prompt, Tokens.of(ids, [0.0] * len(ids)))
+        for prompt, ids in (
+            (long, start), (long, start), (long, [*start[:10], *ends[0]]),
+            (short, [*start, *ends[0]]), (short, [*start, *ends[1]]),
+        )
+    ]  # fmt: skip
+    outputs = []
+    step = engine.step
+
+    def counted_step():
+        outputs.extend(new := step())
+        return new
+
+    monkeypatch.setattr(engine, "step", counted_step)
+    together = score_drafts(engine, pairs, 5)
+    assert sorted(output.num_cached_tokens for output in outputs) == [0, 0, 0, 32, 32]
+    for pair, scored in zip(pairs, together):
+        assert engine.llm.reset_prefix_cache()
+        (alone,) = score_drafts(engine, [pair], 5)
+        for mine, reference in zip(scored, alone):
+            assert mine.dtype == reference.dtype and torch.allclose(mine, reference, atol=1e-4)
+
+
 # ---- episodes of several turns -----------------------------------------------------------------------------
 TURN_ENDS = [1, *range(60, 97)]  # with random weights, <eos> alone would be too rare
 
