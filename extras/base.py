@@ -2,18 +2,13 @@
 
 A loss, an advantage or a selection of tokens is a plug-in (plugins.py). A mechanism with a model, with other
 requests to the engine or with a forward pass of its own is an extra: one file, extras/NAME.py, that is
-imported only if its settings switch it on (active()). To add one:
+imported only if its settings switch it on (active()); a run without it is bitwise the run without the file.
+CONTRIBUTING.md lists all places of a new one. The file has a class derived from Extra, which overrides the
+calls that it needs (they stand below in the order of a run), and `EXTRA = THE_CLASS()` at its end.
 
-1. Write its section in extras/settings.py, with a property `is_on`, and add it to SECTIONS there and to
-   Config in settings.py. By default it is off, and a run is then bitwise the run without the file.
-2. Write extras/NAME.py: a class derived from Extra, and `EXTRA = THE_CLASS()` at its end. Override the calls
-   that the mechanism needs; they stand below in the order in which a run makes them.
-3. Keep state where its life ends: of a step in batch.extras[NAME], of a launch in run.extras[NAME], and of a
-   run, for a resume, in run.state.extras[NAME] as values of JSON. EXTRA has no state of its own, because
-   settings change from stage to stage.
-4. Refuse what the mechanism cannot do, in one sentence each: contradictions() and check().
-5. Write tests/test_NAME.py with an oracle that does not import the file, a YAML in experiments/methods, and
-   a row of CHANGELOG.md. CONTRIBUTING.md lists all places and the test that turns red at each.
+Keep state where its life ends: of a step in batch.extras[NAME], of a launch in run.extras[NAME], and of a
+run, for a resume, in run.state.extras[NAME] as values of JSON. EXTRA has no state of its own, because
+settings change from stage to stage.
 """
 
 import functools

@@ -27,9 +27,7 @@ class TeacherSettings(Section):
         "groups that the teacher teaches in place of the rewards. all_wrong: all scores are 0. "
         "zero_variance: all scores are equal. every: all groups.",
     )
-    coef: float = setting(
-        1.0, "factor of the advantages log pi_teacher - log pi_old, which are in nats", gt=0
-    )
+    coef: float = setting(1.0, "factor of the advantages log pi_teacher - log pi_old, in nats", gt=0)
     scores: str | None = setting(
         None,
         "file of the teacher's pass rates, written by data/score.py with the teacher as its model; a "
@@ -80,9 +78,7 @@ class LoraSettings(Section):
         "hold adapters only; null: no adapters, all weights are trained",
         ge=1,
     )
-    alpha: float = setting(
-        32.0, "the adapters' product is multiplied by alpha / rank (lora_alpha of PEFT)", gt=0
-    )
+    alpha: float = setting(32.0, "factor alpha / rank of the adapters' product (lora_alpha of PEFT)", gt=0)
     rslora: bool = setting(False, "multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA)")
     targets: list[LoraTarget] | None = setting(
         None,

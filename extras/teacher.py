@@ -114,9 +114,7 @@ def check_fits(launch: Launch) -> Path:
     ep_size = launch.config.model.ep_size
     num_experts = num_experts_of(teacher)
     if num_experts % ep_size:
-        raise ValueError(
-            f"teacher.path: model.ep_size {ep_size} must divide the {num_experts} experts of {path}"
-        )
+        raise ValueError(f"teacher.path: model.ep_size {ep_size} must divide {num_experts} experts of {path}")
     return folder
 
 
