@@ -142,10 +142,11 @@ def residual_token(old: dict[int, float], new: dict[int, float], random: Random)
 
 
 def score_drafts(engine, drafts: list[tuple[list[int], Tokens]], topk: int) -> list[Tokens]:
-    """Return the drafts, each with its prompt ids, by the engine's log-probabilities of today.
+    """Return the tokens of each (prompt ids, draft) with the engine's log-probabilities of today.
 
-    Equal drafts share one prefill, and a group its prompt, by the prefix cache. vLLM has no log-probabilities
-    of cached tokens, so a draft that begins with cached tokens of another draft is read again without cache.
+    Equal drafts share one prefill, and the prefix cache holds the prompt of a group. vLLM returns no
+    log-probabilities of cached tokens. So a draft that begins with cached tokens of another draft is read a
+    second time, without the cache.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -157,14 +158,14 @@ def score_drafts(engine, drafts: list[tuple[list[int], Tokens]], topk: int) -> l
             temperature=0, max_tokens=1, prompt_logprobs=topk, flat_logprobs=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY, skip_reading_prefix_cache=skip_cache,
         )  # fmt: skip
-        left = {str(i): pair for i, pair in enumerate(dict.fromkeys(pairs)) if pair not in scored}
-        for name, (prompt_ids, ids) in left.items():
-            engine.engine.add_request(name, {"prompt_token_ids": [*prompt_ids, *ids]}, params)
-        while left:
+        pending = {str(i): pair for i, pair in enumerate(dict.fromkeys(pairs)) if pair not in scored}
+        for request_id, (prompt_ids, ids) in pending.items():
+            engine.engine.add_request(request_id, {"prompt_token_ids": [*prompt_ids, *ids]}, params)
+        while pending:
             for output in engine.step():
-                prompt_ids, ids = pair = left.pop(output.request_id)
+                prompt_ids, ids = pair = pending.pop(output.request_id)
                 if output.num_cached_tokens >= len(prompt_ids):
-                    continue
+                    continue  # the second time
                 flat = output.prompt_logprobs  # of each token but the first: the token, then the likeliest
                 size = (1 + topk) * len(ids)
                 table = torch.tensor(flat.logprobs[-size:], dtype=torch.float32).view(-1, 1 + topk)
