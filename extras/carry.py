@@ -88,7 +88,7 @@ class Carry(Extra):
                 raise ValueError(f"carry.share: groups may wait for the next stage: set one {name} in all")
         lengths = [config.rollout.max_new_tokens for config in configs]
         if lengths != sorted(lengths):
-            raise ValueError("carry.share: waiting completions may exceed a later stage's max_new_tokens")
+            raise ValueError("carry.share: a later, smaller rollout.max_new_tokens cuts waiting completions")
 
     def build(self, launch: Launch, ep_group, device) -> None:
         """Start without waiting groups."""
