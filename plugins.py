@@ -258,8 +258,10 @@ def check_gain(config: Config) -> None:
     if config.train.skip_zero_gradient and config.algorithm.kl_coef == 0:
         inputs = small_loss_inputs(config.algorithm, 0.0)
         values, _ = call_hook(config.algorithm, "gain", inputs)
-        (gradient,) = torch.autograd.grad(values[MASK].sum(), inputs.logprobs)
-        if (gradient[MASK] != 0).any():
+        gradient = None  # of a constant
+        if values.requires_grad:
+            (gradient,) = torch.autograd.grad(values.sum(), inputs.logprobs, allow_unused=True)
+        if gradient is not None and (gradient[MASK] != 0).any():
             raise RuntimeError(
                 f"algorithm.gain: {config.algorithm.gain} has a gradient for tokens with advantage 0, which "
                 "updates skip: set train.skip_zero_gradient=false"

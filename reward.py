@@ -236,15 +236,15 @@ def _characters(completion: str, answer: str) -> Verdict:
     return Verdict(sum(map(operator.eq, text, gold)) / max(len(text), len(gold)), "wrong")
 
 
-# A minus is a sign unless it joins two terms, as in "3-5" or "x-5". Commas separate groups of three digits.
-# Digits are ASCII. Exponents have at most the 17 digits that Decimal can hold. Matching takes linear time,
-# because the pattern cannot backtrack.
+# A minus is a sign unless it joins two terms, as in "3-5" or "x-5"; after "=", ":" and "####" a space may
+# follow it. Commas separate groups of three digits. Digits are ASCII. Exponents have at most the 17 digits
+# that Decimal can hold. Matching takes linear time, because the pattern cannot backtrack.
 _NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z.)\]}])[-+\u2212\u2013])?\$?"
+    r"(?:(?<![0-9A-Za-z.)\]}])[-+\u2212\u2013]|(?<=[=:#] )[-\u2212] |(?<=[=:#])[-\u2212] )?\$?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,17}(?![0-9]))?"
 )
-_TO_PLAIN = str.maketrans("\u2212\u2013", "--", "$,")
+_TO_PLAIN = str.maketrans("\u2212\u2013", "--", "$, ")
 _GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\!,|,\\!|\\,)(?=[0-9]{3})")  # LaTeX: 70{,}000
 _DECIMAL = Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 
@@ -279,7 +279,7 @@ def _numeric(completion: str, answer: str) -> Verdict:
 
 def _gsm8k(completion: str, answer: str) -> Verdict:
     _, marker, tail = completion.rpartition("####")
-    tail = _GROUPED.sub(",", tail)
+    tail = marker + _GROUPED.sub(",", tail)
     match = _NUMBER.search(tail) if marker else None
     if match and _is_half_a_fraction(match, tail):
         return Verdict(0.0, "wrong")

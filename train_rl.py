@@ -288,18 +288,22 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     return finished, outcomes, account
 
 
-def next_rollout(run: Run) -> Rollout:
-    """Return the rollout that this step trains on, with `rollout.lag` later rollouts sampled. Collective.
+def next_rollout(run: Run) -> tuple[Rollout, int]:
+    """Return the rollout that this step trains on, with `rollout.lag` later ones sampled. Collective.
+
+    The second value is the number of tokens that this rank has sampled in this call.
 
     Step t trains on rollout t, which the policy of step max(0, t - lag) has sampled. So the first step
     samples lag + 1 rollouts and every later step one: the delay of an asynchronous run without its
     concurrency [ours].
     """
+    num_tokens = 0
     while len(run.queue) <= run.config.rollout.lag:
         groups, outcomes, account = sample_step(run)
         update_history(run, list(outcomes.values()))
         run.queue.append(Rollout(run.state.step, groups, outcomes, account))
-    return run.queue.popleft()
+        num_tokens += sum(c.num_sampled for group in groups for c in group.completions)
+    return run.queue.popleft(), num_tokens
 
 
 def is_continued(outcome: GroupOutcome, history: PromptHistory, step: int, config: Config) -> bool:
@@ -1160,10 +1164,11 @@ def main(config: Config) -> None:
         step_start = time.perf_counter()
 
         # Rollout: choose prompts, generate, score each completion as it ends; probe and refill in rounds
-        rollout = next_rollout(run)
+        rollout, num_tokens = next_rollout(run)
         rollout_seconds = time.perf_counter() - step_start
         run.engine.sleep()
         metrics = measure_rollout(run, rollout.groups, rollout_seconds)
+        metrics["tokens_total"] = (num_tokens, 1)  # of all rollouts of this step, see rollout.lag
 
         # Eliminate zero variance, deal the other groups to ranks and minibatches
         with run.clock("deal"):

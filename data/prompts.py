@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -463,6 +464,36 @@ def check_disjoint(train: list[Prompt], evaluation: list[Prompt]) -> None:
             f"{len(shared)} evaluation prompts are also training prompts, "
             f"for example {example.text[:200]!r} of {example.source!r}"
         )
+
+
+LONG_QUESTION = 8  # words; shorter questions may be part of others by chance [ours]
+
+
+def questions_within(inner: list[Prompt], outer: list[Prompt]) -> set[str]:
+    """Return the long questions of `inner` that are a part of a longer question of `outer`."""
+    by_start = defaultdict(set)  # {first words: questions}
+    for task in map(task_of, inner):
+        by_start[tuple(task.split()[:LONG_QUESTION])].add(task)
+    found = set()
+    for task in map(task_of, outer):
+        words = task.split()
+        for start in range(len(words) - LONG_QUESTION + 1):
+            for question in by_start.get(tuple(words[start : start + LONG_QUESTION]), ()):
+                rest = " ".join(words[start:])
+                if task != question and re.match(rf"{re.escape(question)}(?!\w)", rest):
+                    found.add(question)
+    return found
+
+
+def containment_warning(train: list[Prompt], evaluation: list[Prompt]) -> list[str]:
+    """Warn of questions that training and evaluation share, except for an instruction around one of them."""
+    found = questions_within(evaluation, train) | questions_within(train, evaluation)
+    if not found:
+        return []
+    return [
+        f"warning: training and evaluation share {len(found)} questions, with other words around them on one "
+        f"side, for example {min(found)[:200]!r}"
+    ]
 
 
 def save_prompts(path, prompts: list[Prompt]) -> None:

@@ -23,6 +23,7 @@ from data.prompts import (
     Row,
     check_data,
     check_disjoint,
+    containment_warning,
     date_of_scores,
     drop_or_stop,
     load_scores,
@@ -103,8 +104,16 @@ def tokenize(prompts: list[Prompt], tokenizer) -> list[list[int]]:
         texts = [prompts[i].text for i in indices]
         rows = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
         for i, row in zip(indices, rows):
-            prompt_ids[i] = row
+            prompt_ids[i] = row if is_chat else open_ended(row, prompts[i].text, tokenizer)
     return prompt_ids
+
+
+def open_ended(ids: list[int], text: str, tokenizer) -> list[int]:
+    """Drop the BOS that a tokenizer adds to a text with BOS, and an EOS that it adds to the end."""
+    if ids[:2] == [tokenizer.bos_token_id] * 2:
+        ids = ids[1:]
+    ends = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token)
+    return ids[:-1] if ends else ids
 
 
 EvalSets = dict[str, tuple[list[Prompt], list[list[int]]]]  # {name: (prompts, token ids)}
@@ -170,6 +179,8 @@ def load_sets(data: DataSettings, tokenizer, max_prompt_tokens: int, functions: 
         loaded.notes += set_lines(prompt_set, len(pairs), sum(held_out) if is_train else 0)
     for prompts, _ in loaded.eval_sets.values():
         check_disjoint(loaded.train, prompts)
+    held_out = [prompt for prompts, _ in loaded.eval_sets.values() for prompt in prompts]
+    loaded.notes += containment_warning(loaded.train, held_out)
     if any(source.weight != 1 for source in data.train):
         loaded.train_weights = {source.label: source.weight for source in data.train}
         mixture_of(loaded.train, loaded.train_weights)
@@ -285,7 +296,16 @@ def set_lines(prompt_set: PromptSet, num_prompts: int, num_held_out: int = 0) ->
     held_out = f" ({num_held_out:,} of them held out)" if num_held_out else ""
     weight = f", weight {source.weight:g}" if source.weight != 1 else ""
     line = f"{source.place}: {num_prompts:,} prompts{held_out}{weight}, {prompt_set.description}"
-    return [line, dropped_line(source.label, prompt_set.dropped)] if prompt_set.dropped else [line]
+    lines = [line, dropped_line(source.label, prompt_set.dropped)] if prompt_set.dropped else [line]
+    first = prompt_set.rows[0].prompt
+    for name in {"options", "choices"} & first.columns.keys():
+        values = first.columns[name]
+        if isinstance(values, list) and not any(str(value) in first.text for value in values):
+            lines.append(
+                f"warning: {source.place}: the column {name!r} is not part of the prompt, so the policy does "
+                "not see it; write it into the prompt column"
+            )
+    return lines
 
 
 def dropped_line(label: str, dropped: list[dict]) -> str:

@@ -143,7 +143,7 @@ class Carry(Extra):
         unfinished = {request.group for request, has_ended in zip(requests, ended) if not has_ended}
         num_complete = len(groups) - len(unfinished)
         is_late = carry.late == "finish" and any(ages.get(slot, 0) >= carry.max_age for slot in unfinished)
-        return num_complete >= math.ceil(carry.share * len(groups)) and not is_late
+        return num_complete >= math.ceil(carry.share * len(groups) - 1e-9) and not is_late
 
     def keep(self, run, groups: list[Group]) -> None:
         """Let the unfinished groups of this rank wait, or drop them. Collective."""

@@ -40,6 +40,11 @@ from runtime.old_settings import present_settings, successor_of
 # ------------------------------------------------------------------------------------------------------------
 # Define settings
 # ------------------------------------------------------------------------------------------------------------
+def kinds_in(annotation) -> set:
+    """Return an annotation and all types in it: list[int | str] holds int and str."""
+    return {annotation}.union(*map(kinds_in, typing.get_args(annotation)))
+
+
 class Section(BaseModel):
     """A group of settings, one line per field."""
 
@@ -51,9 +56,9 @@ class Section(BaseModel):
     @classmethod
     def refuse_true_as_a_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse true and false as numbers, because pydantic would silently convert them to 1 and 0."""
-        annotation = cls.model_fields[info.field_name].annotation
-        kinds = {annotation, *typing.get_args(annotation)}
-        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+        kinds = kinds_in(cls.model_fields[info.field_name].annotation)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(each, bool) for each in values) and kinds & {int, float} and bool not in kinds:
             raise ValueError("expected a number")
         return value
 

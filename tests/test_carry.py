@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +72,13 @@ def make_carrying_run(share: float, *settings: str):
     run.engine = run.pool = FakeSlowEngine(None)
     base.load("carry").build(run, None, None)
     return run
+
+
+def test_0_28_of_25_groups_are_seven():
+    run = make_carrying_run(0.28)
+    requests = [SimpleNamespace(group=number) for number in range(25)]
+    ended = [[number < complete for number in range(25)] for complete in (6, 7)]
+    assert [base.load("carry").is_over(run, requests, each) for each in ended] == [False, True]
 
 
 @pytest.mark.usefixtures("one_rank")

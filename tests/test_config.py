@@ -268,7 +268,7 @@ def test_all_wrong_settings_are_named_at_once():
     [
         "train.num_steps=1.5", "train.num_steps=", "train.seed.x=1", "run.dir=5", "train.betas=[0.9]",
         "train=5", "train=", "data.eval=5", "data.eval={pth: x}", "data.eval=[{path: x, kind: maths}]",
-        "rollout.stop=['']", "train.betas=[1.5, 0.9]", "run.dir=''", 'run.dir="a\\0b"',
+        "rollout.stop=['']", "rollout.stop=[true]", "train.betas=[1.5, 0.9]", "run.dir=''", 'run.dir="a\\0b"',
         *(f"reward.functions=['{name}']" for name in ("exact", "verify", "my module:verify", "module:")),
         *(f"algorithm.entropy_groups={value}" for value in ("[]", "[0.5]", "[0.5, 0.6]", "[1.2, -0.2]")),
         "algorithm.entropy_groups=[1.0, 0.0]", "train.lr_schedule_args={powr: 2} train.lr_schedule=cosine",

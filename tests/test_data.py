@@ -24,6 +24,7 @@ from data.prompts import (
     PromptSource,
     check_data,
     check_disjoint,
+    containment_warning,
     load_prompts,
     save_prompts,
 )
@@ -88,6 +89,9 @@ def kinds_of(prompts):
 
 def one_token(texts, add_special_tokens=True):
     return {"input_ids": [[1] for _ in texts]}
+
+
+one_token.bos_token_id = one_token.eos_token_id = None
 
 
 def load_plain(settings: DataSettings, functions=()):
@@ -806,15 +810,23 @@ def test_prompts_that_are_not_rendered_are_warned_about(tmp_path, tokenizer):
 def test_special_tokens_are_added_to_plain_text_only():
     tokenizer = random_model.build_tokenizer(["x"], 300)
     tokenizer.bos_token = "<|endoftext|>"
+    bos = tokenizer.bos_token_id
+    ends = []
 
-    def add_zero(texts, add_special_tokens):
-        ids = [[0] * add_special_tokens + tokenizer(text)["input_ids"] for text in texts]
-        return {"input_ids": ids}
+    def add_special(texts, add_special_tokens):
+        rows = [tokenizer(text)["input_ids"] for text in texts]
+        return {"input_ids": [[bos, *row, *ends] if add_special_tokens else row for row in rows]}
+
+    add_special.bos_token_id = bos
+    add_special.eos_token_id, add_special.eos_token = tokenizer("x")["input_ids"][0], "x"
 
     prompts = [make_prompt("ab"), replace(make_prompt("c"), is_chat=True), make_prompt("d")]
     ids = [tokenizer(text)["input_ids"] for text in ("ab", "c", "d")]
-    assert tokenize(prompts, add_zero) == [[0, *ids[0]], ids[1], [0, *ids[2]]]
-    assert tokenize([], add_zero) == []
+    for ends[:] in ([], [add_special.eos_token_id]):  # a tokenizer that ends texts would end the prompt
+        assert tokenize(prompts, add_special) == [[bos, *ids[0]], ids[1], [bos, *ids[2]]]
+        (begun,) = tokenize([make_prompt("<|endoftext|>ab")], add_special)
+        assert begun == [bos, *ids[0]], "a text that has its BOS gets no second one"
+    assert tokenize([], add_special) == []
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
@@ -1052,6 +1064,11 @@ def test_a_prompt_of_training_and_evaluation_is_refused_with_count_and_example(t
         check_disjoint(train, [make_prompt(" a ")])
     with refuses("2 evaluation prompts", "'c' of 'set'"):
         check_disjoint(train, [make_prompt("d"), make_prompt("c", answer="2"), make_prompt("a")])
+    inner = "What is the sum of the first ten odd numbers?"
+    for pair in ((inner, f"Solve: {inner} Use a box."), (f"{inner} Think.", inner)):
+        (warning,) = containment_warning(*([make_prompt(text)] for text in pair))
+        assert inner in warning
+    assert containment_warning([make_prompt("a b c")], [make_prompt("b")]) == []
     train_file = numbered(tmp_path / "a.jsonl", 9, "q")
     eval_file = numbered(tmp_path / "b.jsonl", 2, "q")
     for template in ("{prompt}", "Question: {prompt}"):

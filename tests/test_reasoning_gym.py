@@ -96,7 +96,14 @@ def test_fractions_stops_thoughts_and_limits():
     gcd = row_of("gcd", "4")
     assert verdict(gcd, "Answer: 4.").reward == 1 and verdict(gcd, "4 or\n5").status == "no_answer"
     assert verdict(gcd, "<think>4</think>5").reward == 0 and verdict(gcd, "<think>4").status == "no_answer"
-    for text in ("Answer: **4**", "**Answer: 4**", "Answer: `4`.", "$4$", r"Answer: \(4\)", "__4.__"):
+    for text in (
+        "Answer: **4**",
+        "**Answer: 4**",
+        "Answer: `4`.",
+        "$4$",
+        r"Answer: \(4\)",
+        r"\boxed{\text{4}}",
+    ):
         assert verdict(gcd, text).reward == 1, text
     assert verdict(gcd, "**.4**").reward < 1 and verdict(gcd, "****").reward == 0
     sums = row_of("countdown", "1+2", numbers=[1, 2], target=3)

@@ -226,13 +226,18 @@ def test_a_lag_delays_the_same_rollouts(mode):
         settings = ("rollout.group_size=4", "rollout.prompts_per_step=8", f"rollout.lag={lag}", *MODES[mode])
         run = make_run(make_config(*settings), answer, 24)
         trained = []
+        counted = []
         for step in range(6):
-            rollout = train_rl.next_rollout(run)
+            rollout, num_tokens = train_rl.next_rollout(run)
+            counted.append(num_tokens)
             assert rollout.policy_version == max(0, step - lag) and len(run.queue) == lag
             run.state.step += 1
             restored = Rollout.restored(rollout.saved())
             assert restored == rollout and all(type(g.completions[0]) is Completion for g in restored.groups)
             trained.append((rollout.groups, rollout.outcomes, rollout.account))
+        sampled = [groups for groups, *_ in trained] + [rollout.groups for rollout in run.queue]
+        tokens = [sum(c.num_sampled for group in groups for c in group.completions) for groups in sampled]
+        assert counted == [sum(tokens[: lag + 1]), *tokens[lag + 1 :]] and min(counted) > 0
         return trained
 
     assert rollouts(0) == rollouts(1) == rollouts(3)

@@ -296,7 +296,10 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
     if ends_in_variable(answer, is_gold=True):
         content = re.sub(rf"{TEXT_COMMAND}\{{(?!\s*[ei]\s*\}})[^{{}}]*\}}(?:\^\{{?\d\}}?)?$", "", content)
         return same(parse(answer, whole=True, units=False), parse(content, units=False), sums)
-    quantities = [_quantity(text) for text in (answer, content)]
+    lists = [_without_units(text) for text in (answer, content)]
+    if None not in (lists[0][0], lists[1][0]) and lists[0][0] != lists[1][0]:
+        return False
+    quantities = [_quantity(text) for _, text in lists]
     (gold_dimension, gold_size, gold), (dimension, size, text) = quantities
     if gold_dimension and dimension:
         if gold_dimension != dimension:
@@ -331,11 +334,16 @@ def same(gold: list, answer: list, sums: bool = False) -> bool:
     """Compare two values of parse(). sums: a sum of numbers is a number."""
     if not is_math(answer) or _is_unfinished(gold, answer, sums) or _has_other_base(gold, answer):
         return False
-    if _is_false(answer[0]):
+    if _is_false(answer[0]) or _is_unsolved(gold[0], answer[0]):
         return False
     if None not in (regions := [_region(gold[0]), _region(answer[0])]):
         return _same_region(*regions)
     sides = _in_order(*_as_tuples(gold[0], answer[0]))
+    are_unequal = [isinstance(side, sympy.Ne) for side in sides]  # which math-verify cannot compare
+    if any(are_unequal):
+        if not all(are_unequal):
+            return False
+        sides = [sympy.Eq(*side.args) for side in sides]
     return load_library().verify(*sides, timeout_seconds=None, raise_on_error=True)
 
 
@@ -511,29 +519,93 @@ def _real_roots(expression):
 _EVALUATED = re.compile(r"\\(?:operatorname\*?\s*\{\s*)?(?:gcd|lcm|det|b?mod)(?![A-Za-z])|\\begin\{vmatrix\}")
 
 
+# A product, a sum or a power of matrices; a letter between two matrices, as in a + tb, is a parameter.
+_MATRICES = re.compile(
+    r"\\end\{\w*matrix\}(?:[^,A-Za-z\\]|\\(?:cdot|times|left|right)(?![a-z]))*"
+    r"(?:\\begin\{\w*matrix|\^\s*\{?\s*-?\d)"
+)
+
+
 def _is_unfinished(gold: list, answer: list, sums: bool) -> bool:
-    r"""Tell whether an answer to a number is still a sum, an integral, a maximum, ... to work out [ours].
+    r"""Tell whether an answer is still a sum, an integral, a product of matrices, ... to work out [ours].
 
     math-verify evaluates the answer, so a policy could copy the question's formula into the box. Powers,
-    roots, products, fractions, 10! and \binom{10}{3} count as numbers, and answers with letters are not
-    checked. gold and answer: the values of parse(). sums: a sum of numbers is worked out, as in (9+1).
+    roots, products, fractions, 10! and \binom{10}{3} count as numbers. A reference that is no rational number
+    may be met by sums, logarithms and functions of angles, and whatever it has itself, the answer may have.
+    gold and answer: the values of parse(). sums: a sum of numbers is worked out, as in (9+1).
     """
     expression = answer[0]
     if isinstance(expression, sympy.Equality):  # 2 + 3 = 5
         expression = expression.rhs
-    if not isinstance(gold[0], sympy.Number) or not isinstance(expression, sympy.Basic):
+    right_side = str(answer[-1]).rpartition("=")[2]
+    for pattern in (_EVALUATED, _MATRICES):
+        if pattern.search(right_side) and not pattern.search(str(gold[-1])):
+            return True
+    if not isinstance(expression, sympy.Basic) or not isinstance(gold[0], sympy.Basic):
         return False
-    elementary = sympy.functions.elementary
     open_forms = (
-        sympy.Add, sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit, sympy.log,
-        sympy.Max, sympy.Min, sympy.floor, sympy.ceiling,
+        sympy.Sum, sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Max, sympy.Min, sympy.floor,
+        sympy.ceiling,
+    )  # fmt: skip
+    if not isinstance(gold[0], sympy.Number):
+        is_open = expression.has(*open_forms) and not gold[0].has(*open_forms)
+        return is_open or _has_complex_product(expression) and not _has_complex_product(gold[0])
+    elementary = sympy.functions.elementary
+    open_forms += (
+        sympy.Product, sympy.log,
         elementary.trigonometric.TrigonometricFunction,
         elementary.trigonometric.InverseTrigonometricFunction,
         elementary.hyperbolic.HyperbolicFunction,
     )  # fmt: skip
-    right_side = str(answer[-1]).rpartition("=")[2]
-    is_evaluated = _EVALUATED.search(right_side) and not _EVALUATED.search(str(gold[-1]))
-    return expression.has(*open_forms[int(sums) :]) or bool(is_evaluated)
+    return expression.has(*open_forms) or not sums and expression.has(sympy.Add)
+
+
+def _has_complex_product(expression) -> bool:
+    """Tell whether a formula without letters multiplies complex numbers, as in (3+4i)(1-2i) and 1/(1+i)."""
+    if any(symbol.name != "i" for symbol in expression.free_symbols):
+        return False
+
+    def is_complex_sum(part) -> bool:
+        return part.is_Add and (part.has(sympy.I) or bool(part.free_symbols))
+
+    return any(
+        part.is_Pow and is_complex_sum(part.base) or part.is_Mul and sum(map(is_complex_sum, part.args)) > 1
+        for part in sympy.preorder_traversal(expression)
+    )
+
+
+# ---- relations ----
+def _relations(expression) -> list:
+    """List the equations and inequalities of an answer, of a chain such as 1 < x < 2, or of a list."""
+    if isinstance(expression, sympy.Rel):
+        return [expression]
+    is_list = isinstance(expression, sympy.FiniteSet | sympy.Tuple)
+    parts = getattr(expression, "_unsorted_args", expression.args if is_list else ())
+    return [relation for part in parts for relation in _relations(part)]
+
+
+def _is_solved(relation) -> bool:
+    """Tell whether a variable stands alone, as in x = 3, 2 < f(x), |x| < 2 and (x, y) = (1, 2)."""
+    for one, other in (relation.args, relation.args[::-1]):
+        variable = one.args[0] if isinstance(one, sympy.Abs) else one
+        is_alone = variable.is_Symbol or isinstance(variable, (sympy.Tuple, _open_parts()[-1]))
+        if is_alone and not other.free_symbols:
+            return True
+    return False
+
+
+def _is_unsolved(gold, answer) -> bool:
+    """Tell whether an answer to a solved reference is a relation to solve [ours]: the question, copied.
+
+    An equation in other letters or in none gives a value, for example AB = 5 and 2 + 3 = 5.
+    """
+    known = _relations(gold)
+    letters = gold.free_symbols if known else set()
+    return all(map(_is_solved, known)) and any(
+        not _is_solved(relation)
+        and (not isinstance(relation, sympy.Eq) or set() < relation.free_symbols <= letters)
+        for relation in _relations(answer)
+    )
 
 
 # ---- sets of numbers: inequalities and intervals ----
@@ -673,10 +745,10 @@ def _quantity(text: str) -> tuple[tuple | None, Fraction, str]:
     pairs = _PAIR.findall(plain)
     if len(pairs) > 1 and not _PAIR.sub("", plain):
         units = [_UNIT[name] for _, name in pairs]
-        if len({dimension for dimension, _ in units}) == 1:
+        sizes = [size for _, size in units]
+        if len({dimension for dimension, _ in units}) == 1 and sizes == sorted(set(sizes), reverse=True):
             total = sum(Fraction(number) * size for (number, _), (_, size) in zip(pairs, units))
-            size = min(size for _, size in units)
-            return (units[0][0], 1), size, f"{_COMPOUND}{total / size}"
+            return (units[0][0], 1), sizes[-1], f"{_COMPOUND}{total / sizes[-1]}"
     match = _AT_END.search(plain)
     number = plain[: match.start()] if match else re.sub(r"(?:(?<=[\d}\s])\s*[A-Za-z]{3,})+$", "", plain)
     if not re.search(r"\d", number) or re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", number)):
@@ -687,6 +759,20 @@ def _quantity(text: str) -> tuple[tuple | None, Fraction, str]:
     words = {"s": 2, "c": 3}.get((match["power"] or " ")[0], 1)
     power = int(match["exponent"] or words)
     return (dimension, power), size**power, number
+
+
+_LISTED = re.compile(r"\s*(?:[,;]|(?<![a-z])(?:and|or)(?![a-z]))[,;\s]*")
+
+
+@functools.lru_cache(maxsize=256)
+def _without_units(text: str) -> tuple[tuple | None, str]:
+    """Return (unit, numbers) of a list such as 3 cm or 4 cm in one unit; (None, text) of any other text."""
+    parts = _LISTED.split(re.sub(rf"{TEXT_COMMAND}\{{([^{{}}]*)\}}", r" \1 ", text))
+    quantities = [_quantity(part) for part in parts if part.strip()]
+    units = {quantity[:2] for quantity in quantities}
+    if len(quantities) < 2 or len(units) > 1 or quantities[0][0] is None or _quantity(text)[0]:
+        return None, text
+    return units.pop(), ", ".join(number for *_, number in quantities)
 
 
 def has_unit(text: str) -> bool:

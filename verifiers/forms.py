@@ -1,58 +1,79 @@
 """Answers whose form decides how they are compared [ours]: parts, points, cycles, multisets, families."""
 
-import operator
 import re
 from collections.abc import Callable
 
-from verifiers.expressions import TEXT_COMMAND, equal
+from verifiers.expressions import TEXT_COMMAND
 
+Comparison = Callable[[str, str], bool]  # of a part of the completion with a part of the reference
+Labelled = list[tuple[str, str]]  # (label, value); a label may be ""
 _SPACE = r"(?:\\[,;:! ]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s~$])"
 
 
-def decide(content: str, answer: str) -> bool | None:
-    """Compare an answer with a reference answer of a form below; None if one of them has no such form."""
+def decide(content: str, answer: str, matches: Comparison) -> bool | None:
+    """Compare an answer with a reference answer of a form below; None if one of them has no such form.
+
+    matches: compares a part with a part of the reference, as if both were whole answers.
+    """
     for read, compare in _FORMS:
         gold = read(answer)
         found = read(content) if gold is not None else None
         if found is not None:
-            return compare(found, gold)
+            return compare(found, gold, matches)
     return None
 
 
+def _is_same(found, gold, matches: Comparison) -> bool:
+    return found == gold
+
+
+def _pair_up(found: list, gold: list, is_pair: Callable) -> bool:
+    """Tell whether each part of the reference has a part of its own, in any order, and none is left."""
+    rest = list(found)
+    for part in gold:
+        partner = next((each for each in rest if is_pair(each, part)), None)
+        if partner is None:
+            return False
+        rest.remove(partner)
+    return not rest
+
+
 # ---- lists with labels: (a) 3 (b) 4, and points such as P(0, 3), Q = (4, 0) ----
-def _parts(text: str) -> dict[str, str] | None:
+def _parts(text: str) -> Labelled | None:
     plain = re.sub(rf"{TEXT_COMMAND}\{{\s*(\([a-h]\))\s*\}}", r"\1", text)
     first, *rest = re.split(r"\(([a-h])\)", plain)
     if first.strip() or len(rest) < 4:
         return None
     ends = re.compile(rf"^(?:{_SPACE}|[=:])|(?:{_SPACE}|[,;.])+$")
-    return {label: ends.sub("", part) for label, part in zip(rest[::2], rest[1::2])}
+    return [(label, ends.sub("", part)) for label, part in zip(rest[::2], rest[1::2])]
 
 
 _POINT = r"([A-Z]?)=?(\([^()]*,[^()]*\))"
 
 
-def _points(text: str) -> dict[str, str] | None:
+def _points(text: str) -> Labelled | None:
     plain = re.sub(rf"{_SPACE}|{TEXT_COMMAND}\{{\s*(?:,|and)\s*\}}", "", text)
-    return dict(re.findall(_POINT, plain)) if re.fullmatch(rf"(?:{_POINT}(?:,|and)?)+", plain) else None
+    return re.findall(_POINT, plain) if re.fullmatch(rf"(?:{_POINT}(?:,|and)?)+", plain) else None
 
 
-def _same_parts(found: dict[str, str], gold: dict[str, str]) -> bool | None:
-    if "" in gold:
+def _same_parts(found: Labelled, gold: Labelled, matches: Comparison) -> bool | None:
+    if any(not label for label, _ in gold):
         return None  # points without labels
-    if len(gold) == 1 and "" in found:
-        found = dict.fromkeys(gold, *found.values())
-    return found.keys() == gold.keys() and all(equal(found[label], gold[label]) for label in gold)
+    if len(gold) == len(found) == 1 and not found[0][0]:
+        return matches(found[0][1], gold[0][1])
+    return _pair_up(found, gold, lambda each, part: each[0] == part[0] and matches(each[1], part[1]))
 
 
 # ---- permutations in cycles: (1 3 2) is (3 2 1) ----
-def _cycles(text: str) -> set[tuple[int, ...]] | None:
+def _cycles(text: str) -> list[tuple[int, ...]] | None:
     plain = re.sub(f"{_SPACE}+", " ", text).strip()
     if not re.fullmatch(r"(?:\( ?\d{1,4}(?: \d{1,4})+ ?\) ?)+", plain):
         return None
     cycles = [tuple(map(int, cycle.split())) for cycle in re.findall(r"\(([\d ]+)\)", plain)]
+    if len({number for cycle in cycles for number in cycle}) < sum(map(len, cycles)):
+        return None  # the order of cycles that share a number decides
     starts = [cycle.index(min(cycle)) for cycle in cycles]
-    return {cycle[start:] + cycle[:start] for cycle, start in zip(cycles, starts)}
+    return sorted(cycle[start:] + cycle[:start] for cycle, start in zip(cycles, starts))
 
 
 # ---- multisets: SymPy's sets drop the second 1 of {1, 1, 2} ----
@@ -61,16 +82,10 @@ def _elements(text: str) -> list[str] | None:
     return [element.strip() for element in match[1].split(",")] if match else None
 
 
-def _same_elements(found: list[str], gold: list[str]) -> bool | None:
+def _same_elements(found: list[str], gold: list[str], matches: Comparison) -> bool | None:
     if len(set(gold)) == len(gold):
         return None  # a set, in which the completion may repeat an element
-    rest = list(found)
-    for element in gold:
-        match = next((each for each in rest if equal(each, element)), None)
-        if match is None:
-            return False
-        rest.remove(match)
-    return not rest
+    return _pair_up(found, gold, matches)
 
 
 # ---- families: x = k pi, k in Z; the name of the parameter is free ----
@@ -80,14 +95,33 @@ _FAMILY = re.compile(
     rf"|{TEXT_COMMAND}\{{\s*(?:is )?an(?:y)? integer\s*\}})(?:{_SPACE}|\\\}}|[.)])*",
     re.DOTALL,
 )
+_BUILDER = re.compile(  # the start of {x | x = ...}, of {k pi} and of (x = ...)
+    r"^\s*(?:\\left)?\s*\\\{(?:\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:))?"
+    r"|^\s*\((?=[a-z]\s*=)"
+)
+_MEMBERS = re.compile(
+    rf"(?:[,;](?![^()\[\]]*[)\]])|\\(?:lor|vee)(?![a-z])|(?<![a-z\\])(?:or|and)(?![a-z])"
+    rf"|{TEXT_COMMAND}\{{\s*,?\s*(?:or|and)\s*\}})"
+)
 
 
-def _family(text: str) -> str | None:
+def _family(text: str) -> Labelled | None:
+    """Return (variable, formula) of each member; a plus-minus makes two."""
     match = _FAMILY.fullmatch(text.strip())
     if not match:
         return None
     value = re.sub(rf"(?<![A-Za-z\\]){match['name']}(?![A-Za-z])", "n", match["value"])
-    return re.sub(r"^\s*(?:\\left)?\s*\\\{|^\s*\(?(?=[a-z]\s*=)", "", value).rpartition("=")[2]
+    members = [member for member in _MEMBERS.split(_BUILDER.sub("", value)) if member.strip()]
+    both = [re.sub(r"\\pm(?![a-z])", sign, member) for member in members for sign in "+-"]
+    parts = [member.rpartition("=") for member in dict.fromkeys(both)]
+    return [(name.strip(), formula) for name, _, formula in parts]
+
+
+def _same_families(found: Labelled, gold: Labelled, matches: Comparison) -> bool:
+    """Compare members in any order; the names count if there are several, as in x = 5t, y = 2t."""
+    if len({name for name, _ in gold} - {""}) > 1:
+        return _pair_up(found, gold, lambda each, part: each[0] == part[0] and matches(each[1], part[1]))
+    return _pair_up(found, gold, lambda each, part: matches(each[1], part[1]))
 
 
 # ---- words ----
@@ -97,26 +131,32 @@ _NOTHING = {
 }
 
 
-def _nothing(text: str) -> str | None:
+def nothing_of(text: str) -> str | None:
+    """Return "no solution" or "no limit" if a text says so in words or signs."""
     words = re.sub(rf"{TEXT_COMMAND}|(?<!\\)[{{}}]|{_SPACE}", " ", text).split()
     text = " ".join(words).strip(" .").lower()
     return next((name for name, pattern in _NOTHING.items() if re.fullmatch(pattern, text)), None)
 
 
-def _yes_or_no(text: str) -> str | None:
-    """Return the first word if it is yes, no, true or false and ends a clause; None if the other follows."""
+def _yes_or_no(text: str) -> tuple[str, str] | None:
+    """Return yes, no, true or false at the start of a clause, and the rest; None if the opposite follows."""
     words = re.sub(rf"{TEXT_COMMAND}|[{{}}$*]", " ", text).strip().lower()
     match = re.match(r"(yes|no|true|false)\s*(?:[,.;:]|\Z)", words)
     others = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
-    return match[1] if match and not re.search(rf"\b{others[match[1]]}\b", words) else None
+    is_clear = match and not re.search(rf"\b{others[match[1]]}\b", words)
+    return (match[1], words[match.end() :]) if is_clear else None
+
+
+def _same_first_word(found: tuple[str, str], gold: tuple[str, str], matches: Comparison) -> bool | None:
+    return None if re.search(r"[\d=]", gold[1]) else found[0] == gold[0]  # None: yes, x = 5
 
 
 _FORMS: tuple[tuple[Callable, Callable], ...] = (
     (_parts, _same_parts),
     (_points, _same_parts),
-    (_cycles, operator.eq),
+    (_cycles, _is_same),
     (_elements, _same_elements),
-    (_family, equal),
-    (_nothing, operator.eq),
-    (_yes_or_no, operator.eq),
+    (_family, _same_families),
+    (nothing_of, _is_same),
+    (_yes_or_no, _same_first_word),
 )

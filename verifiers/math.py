@@ -23,7 +23,7 @@ from verifiers.expressions import (
     same,
     undressed,
 )
-from verifiers.forms import decide
+from verifiers.forms import decide, nothing_of
 
 MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; answers of MATH-500 have at most 53
 MAX_COMPARED_CHARS = 600  # of an expression; longer ones are compared as text, without math-verify
@@ -56,26 +56,35 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     if is_cut:  # a cut box is no answer
         contents = []
     elif not contents:
-        contents = [text] if (text := unboxed_answer(completion)) else []
+        contents = [text] if (text := unboxed_answer(completion, matches is equal)) else []
         if matches is equal and re.fullmatch(r"\s*\(.*\)\s*", "".join(contents)):
             matches = functools.partial(equal, sums=True)
     if not any(content.strip(" .") for content in contents):
         return 0.0, "no_answer", ""
     if sum(map(len, contents)) > MAX_PARSED_CHARS:
         return 0.0, "wrong", ""
+    if matches is equal:
+        contents = list(map(_in_latin, contents))
     contents = [undressed(content) for content in contents]
     joined = ", ".join(contents)
     if too_large(joined) or too_large(answer):
         is_right = normal_text(joined) == normal_text(answer)
         return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
-    decided = decide(joined, answer)
+    is_right = joined.split() == answer.split()
+    decided = None if is_right else decide(joined, answer, _is_match)
     if decided is not None:
         return (1.0, "ok", "") if decided else (0.0, "wrong", "")
-    is_right = _has_same_words(joined, answer) or matches(joined, answer)
-    is_right = is_right or (matches is equal and _is_labelled(joined, answer))
+    is_right = is_right or _has_same_words(joined, answer)
+    if not is_right and (len(contents) == 1 or matches is not _matches_choice):
+        is_right = matches(joined, answer) or matches is equal and _is_labelled(joined, answer)
     if not is_right and len(contents) > 1:  # one answer, repeated
         is_right = all(matches(content, answer) for content in contents)
     return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
+
+
+def _is_match(content: str, answer: str) -> bool:
+    """Compare a part of an answer with a part of the reference."""
+    return _has_same_words(content, answer) or _comparison(answer)(content, answer)
 
 
 @functools.lru_cache(maxsize=256)  # the completions of a group share their reference answer
@@ -178,30 +187,55 @@ _CLOSING_WORD = re.compile(
 )
 
 
-def unboxed_answer(completion: str) -> str:
+# Letters and full stops of other scripts, outside of braces: "答案是 5。" and "Ответ равен 5."
+_LETTERS = r"[\u0400-\u052f\u0590-\u1cff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]"
+_FOREIGN = re.compile(rf"(?<!{_LETTERS}){_LETTERS}++(?:\s++{_LETTERS}++)*+(?![^{{}}]*\}})")
+_FOREIGN_ANSWER = re.compile(
+    rf"(?:(?<![回解])答案?|答え|답|[Оо]твет|الجواب|الإجابة|उत्तर|คำตอบ)(?:{_LETTERS}|[\s:]){{0,20}}"
+)
+_FULL_WIDTH = str.maketrans("：，；！？（）", ":,;!?()")
+
+
+def _in_latin(text: str) -> str:
+    """Replace words of other scripts by semicolons, and words for "the answer is" by these."""
+    text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)
+    if not (re.search(_LETTERS, text) and re.search(r"[0-9A-Za-z]", text)):
+        return text
+    text = _FOREIGN_ANSWER.sub("\nThe answer is ", text.translate(_FULL_WIDTH))
+    return _FOREIGN.sub(" ; ", text).strip(" ;")
+
+
+def unboxed_answer(completion: str, is_math: bool) -> str:
     """Return the answer of a completion without a box, "" if there is none.
 
     It is the text between <answer> tags, else the expression after the last "the answer is", else the last
     expression: math between dollars or in \\(...\\), or a number with everything that belongs to it.
+    is_math: the reference answer is mathematics, so that words such as "this answer is helpful" are none.
     """
     tail = completion[-MAX_PARSED_CHARS:]
     if len(tail) < len(completion):  # drop the first word, which may be cut: half a number is another number
         tail = "".join(tail.split(maxsplit=1)[1:])
     if tagged := _TAGGED.search(tail):
         tail = (tagged[1] or tagged[2] or "").strip()
-    tail = re.sub(r"\b(?:negative|minus)\s+(?=\d)", "-", tail)
+    tail = re.sub(r"\b(?:negative|minus)\s+(?=\d)", "-", _in_latin(tail) if is_math else tail)
     for anchor in reversed(list(_ANCHOR.finditer(tail))):
         rest = _after_opening_words(tail[anchor.end() :])
         match = _DELIMITED.match(rest)
         if match and _is_math_text(match):
             return _list_of_math(rest, [match])
-        if answer := _in_clause(rest):
+        answer = _in_clause(rest)
+        if answer and not (is_math and _is_remark(answer)):
             return answer
     is_short = tagged or len(tail.split()) < 4 and not re.search(r"\d", tail)
     is_prose = len(tail) > 40 and _PROSE.search(tail)
     if is_short and not is_prose and not _DELIMITED.search(tail):
         return tail
     return _last_expression(tail)
+
+
+def _is_remark(text: str) -> bool:
+    """Tell whether a text is words that stand for no mathematics: "helpful", and not "infinity"."""
+    return _has_only_words(text) and nothing_of(text) is None and "infin" not in text.lower()
 
 
 _LAST_CHOICE = re.compile(r"\b[Aa]nswer(?:\s+is)?\s*:?[\s*]*\(?([A-J])\)?[\s.*]*\Z")
@@ -418,8 +452,13 @@ def _is_labelled(content: str, answer: str) -> bool:
     return bool(letter and text) and equal(text, answer)
 
 
+_SECOND_CHOICE = re.compile(r"(?:[,;/&\s]|and\b|or\b)+\(?[A-J]\)?(?![A-Za-z'])")
+
+
 def _matches_choice(content: str, answer: str) -> bool:
-    letter, _ = _choice_of(content)
+    letter, text = _choice_of(content)
+    if letter and _SECOND_CHOICE.match(text):  # (A) and (B)
+        return False
     return letter == _choice_of(answer)[0] if letter else _matches_words(content, answer)
 
 

@@ -25,6 +25,7 @@ import types
 from dataclasses import fields
 
 from verifiers.answer import stated_answer
+from verifiers.expressions import TEXT_COMMAND
 
 # Required at import by reasoning-gym's requirements, for one task or for nothing: pycosat is C source (zebra
 # puzzles), drawsvg draws boards, zss imports `range` from six.
@@ -197,11 +198,12 @@ def score(row: dict, text: str) -> float:
 
 
 def without_markup(text: str) -> str:
-    r"""Return an answer without emphasis, code marks, delimiters of formulas or full stops around it."""
+    r"""Return an answer without emphasis, code marks, \text, delimiters of formulas or full stops around."""
     text = text.lstrip(MARKUP).rstrip(MARKUP + ".")
     if text[:2] in (r"\(", r"\[") and text[-2:] in (r"\)", r"\]"):
         text = text[2:-2].strip()
-    return text
+    match = re.fullmatch(rf"{TEXT_COMMAND}\{{([^{{}}]*)\}}", text)
+    return match[1].strip() if match else text
 
 
 def verify(completion: str, answer: str) -> tuple[float, str, str]:

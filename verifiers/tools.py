@@ -99,7 +99,7 @@ def fits(value, hint) -> bool:
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if origin is typing.Literal:
-        return value in inner
+        return any(type(value) is type(one) and value == one for one in inner)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, one) for one in inner)
     if origin is list:
