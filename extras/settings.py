@@ -83,7 +83,7 @@ class LoraSettings(Section):
     targets: list[LoraTarget] | None = setting(
         None,
         "matrices that get adapters. attention: q, k, v and o. mlp: gate, up and down of dense layers and "
-        "of shared experts. experts: one pair for each expert. null: all that the model has; the router, "
+        "of shared experts. experts: two pairs for each expert. null: all that the model has; the router, "
         "embeddings and the head get none",
         min_length=1,
     )
