@@ -103,9 +103,7 @@ def refuse_special_prefix(prefix: str, tokenizer, allows_special: bool) -> None:
         if token == tokenizer.eos_token:
             raise ValueError(f"{place} ends a completion before it begins: remove the token")
         if not allows_special:
-            raise ValueError(
-                f"{place} may end the turn: remove it, or allow it with data.special_tokens=true"
-            )
+            raise ValueError(f"{place} may end the turn: remove it, or allow it by data.special_tokens=true")
 
 
 @contextlib.contextmanager
@@ -181,11 +179,9 @@ def text_of(content) -> str | None:
     """Return the text of a message, joining a list of text parts; None for other content, such as images."""
     if isinstance(content, str):
         return content
-    pieces = content if isinstance(content, list) and content else [None]
-    if all(
-        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in pieces
-    ):
-        return "".join(piece["text"] for piece in pieces)
+    parts = content if isinstance(content, list) and content else [None]
+    if all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
+        return "".join(part["text"] for part in parts)
     return None
 
 

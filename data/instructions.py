@@ -144,12 +144,11 @@ def make_rows(split: str, num: int, seed: int) -> list[dict]:
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and write both sets."""
     parser = command_line("python -m data.instructions", __doc__)
-    parser.add_argument(
-        "--output", type=Path, default=Path("data/built/instructions"), help="folder (default: %(default)s)"
-    )
-    parser.add_argument("--train", type=int, default=600, help="training prompts (default: 600)")
-    parser.add_argument("--test", type=int, default=128, help="held-out prompts (default: 128)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("data/built/instructions"), help="folder (default: %(default)s)")
+    add("--train", type=int, default=600, help="training prompts (default: 600)")
+    add("--test", type=int, default=128, help="held-out prompts (default: 128)")
+    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     args = parser.parse_args(argv)
     try:
         sets = {split: make_rows(split, getattr(args, split), args.seed) for split in ("train", "test")}

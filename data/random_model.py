@@ -15,7 +15,7 @@ other files as plain text. Equal texts, options and seed give an identical folde
 import argparse
 from pathlib import Path
 
-from data.formats import is_data_path, load_rows
+from data.formats import is_data_path, load_tables
 from runtime.config import command_line
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -39,8 +39,8 @@ def strings_of(value):
 def read_texts(path: str):
     """Yield the strings of a data file, or the content of any other file as a single text."""
     if is_data_path(path):
-        for row in load_rows(path):
-            yield from strings_of(row)
+        for _, rows in load_tables(path):
+            yield from strings_of(rows)
         return
     try:
         yield Path(path).read_text(encoding="utf-8")
@@ -70,17 +70,12 @@ def build_tokenizer(texts, vocab_size: int):
         vocab_size=vocab_size - len(added), initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
-    backend.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
-    )
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in THINK_TOKENS])
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS])
+    backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in THINK_TOKENS])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        model_max_length=MAX_POSITION_EMBEDDINGS,
-    )
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"], model_max_length=MAX_POSITION_EMBEDDINGS,
+    )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -90,31 +85,20 @@ def build_model(args: argparse.Namespace, tokenizer):
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
 
-    end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    turn_end, text_end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     heads = args.hidden // HEAD_DIM
     config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden,
-        intermediate_size=4 * args.hidden,
-        moe_intermediate_size=args.expert_width,
-        num_hidden_layers=args.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
-        head_dim=HEAD_DIM,
-        num_experts=args.experts,
-        num_experts_per_tok=args.top_k,
-        norm_topk_prob=True,
-        max_position_embeddings=MAX_POSITION_EMBEDDINGS,
-        tie_word_embeddings=False,
-        eos_token_id=end_of_turn,
-        pad_token_id=end_of_text,
-    )
+        vocab_size=len(tokenizer), hidden_size=args.hidden, intermediate_size=4 * args.hidden,
+        moe_intermediate_size=args.expert_width, num_hidden_layers=args.layers, head_dim=HEAD_DIM,
+        num_attention_heads=heads, num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        num_experts=args.experts, num_experts_per_tok=args.top_k, norm_topk_prob=True,
+        max_position_embeddings=MAX_POSITION_EMBEDDINGS, tie_word_embeddings=False,
+        eos_token_id=turn_end, pad_token_id=text_end,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
-    model.generation_config = GenerationConfig(
-        eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
-    )
+    model.generation_config = GenerationConfig(eos_token_id=[turn_end, text_end], pad_token_id=text_end)
     return model
 
 

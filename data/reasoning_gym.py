@@ -111,8 +111,10 @@ def make_part(
                 if row["prompt"] in prompts:
                     part.num_repeated += 1
                     continue
-                check_reference(row["answer"])
                 reference = reasoning_gym.reference_of(row["answer"])
+                reward, *_ = reasoning_gym.verify(f"<answer>{reference}</answer>", row["answer"])
+                if reward != 1:
+                    raise ValueError(f"the verifier gives {reward:g} to the reference answer")
                 if num_of_answer[reference] + 1 > max(1, most * num):
                     part.num_frequent += 1
                     continue
@@ -160,13 +162,6 @@ def row_of(task: str, level: int | None, config: dict, item: dict) -> dict:
     }
 
 
-def check_reference(answer: str) -> None:
-    """Raise ValueError if the verifier refuses the row's own answer."""
-    reward, *_ = reasoning_gym.verify(f"<answer>{reasoning_gym.reference_of(answer)}</answer>", answer)
-    if reward != 1:
-        raise ValueError(f"the verifier gives {reward:g} to the reference answer")
-
-
 def best_constant(rows: list[dict]) -> tuple[str, float, float]:
     """Return the constant answer that is right most often, the share of rows it solves, and its score."""
     answers = [row["answer"] for row in rows[:NUM_TRIED]]
@@ -174,9 +169,7 @@ def best_constant(rows: list[dict]) -> tuple[str, float, float]:
     shares = []
     for constant in dict.fromkeys([*(value for value, _ in frequent), *CONSTANTS]):
         rewards = [reasoning_gym.verify(f"<answer>{constant}</answer>", answer)[0] for answer in answers]
-        shares.append(
-            (sum(reward == 1 for reward in rewards) / len(rewards), sum(rewards) / len(rewards), constant)
-        )
+        shares.append((rewards.count(1) / len(rewards), sum(rewards) / len(rewards), constant))
     share, mean, constant = max(shares)
     return constant, share, mean
 
@@ -232,9 +225,7 @@ def make_sets(
     for task, level in pairs:
         config_of(task, level)  # all errors of names and levels before the first row
     if num_train < len(pairs) or num_test < len(pairs):
-        raise ValueError(
-            f"--rows {num_train}, --test {num_test}: each of {len(pairs)} tasks and levels needs rows"
-        )
+        raise ValueError(f"--rows {num_train}, --test {num_test}: {len(pairs)} tasks and levels need rows")
     prompts: set[str] = set()
     parts = []
     lines = []
@@ -244,9 +235,7 @@ def make_sets(
         lines += describe(parts[-1], num)
     train, test = split_parts(parts, num_train, num_test)
     if not train or not test:
-        raise ValueError(
-            f"the tasks have too few different prompts: {len(train)} to train on, {len(test)} held out"
-        )
+        raise ValueError(f"too few different prompts: {len(train)} to train on, {len(test)} held out")
     for rows in (train, test):
         random.Random(seed).shuffle(rows)
     return train, test, lines

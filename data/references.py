@@ -13,7 +13,7 @@ import ast
 import contextlib
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 
 from verifiers.math import last_boxes
@@ -102,7 +102,7 @@ def describe(references: References) -> dict:
     """Return the report of a set: rows by comparison, examples, frequent values, the best constant answer."""
     total = sum(references.values())
     compared: Counter = Counter()
-    values: dict[str, float] = defaultdict(float)
+    values: Counter = Counter()  # {constant: sum of its rewards}
     examples: dict[str, list[str]] = {}
     for (comparison, value), count in sorted(references.items(), key=lambda item: (-item[1], item[0])):
         compared[comparison] += count
@@ -112,9 +112,7 @@ def describe(references: References) -> dict:
         if value and not is_fraction and len(examples.setdefault(comparison, [])) < 3:
             examples[comparison].append(shown(value))
     values.pop("", None)
-    most_frequent = [
-        (shown(value), values[value]) for value in sorted(values, key=values.get, reverse=True)[:3]
-    ]
+    most_frequent = [(shown(value), count) for value, count in values.most_common(3)]
     constant, count = most_frequent[0] if most_frequent else (None, 0)
     frac = count / total if most_frequent else None  # null: no value is known, for example of tests
     verb = "earns the reward of" if set(compared) & set(FRACTIONAL) else "is right in"
@@ -131,10 +129,9 @@ def describe(references: References) -> dict:
 def lines_of(name: str, report: dict) -> list[str]:
     """Describe the references of a set in a line, and warn if a constant completion solves much of it."""
     examples = {how: f" ({', '.join(values)})" for how, values in report["examples"].items()}
-    compared = ", ".join(
-        f"{how} {count:,}{examples.get(how, '')}" for how, count in report["compared_as"].items()
-    )
-    total = sum(report["compared_as"].values())
+    counts = report["compared_as"]
+    compared = ", ".join(f"{how} {count:,}{examples.get(how, '')}" for how, count in counts.items())
+    total = sum(counts.values())
     frequent = ", ".join(f"{value} {count / total:.1%}" for value, count in report["most_frequent"])
     line = f"{name}: references compared as {compared}" + (f"; most frequent: {frequent}" if frequent else "")
     return [line, f"warning: {name}: {report['warning']}"] if report["warning"] else [line]

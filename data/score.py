@@ -96,14 +96,12 @@ def finished_rows(path: Path, header: dict, shas: list[str]) -> tuple[list[dict]
             raise ValueError(f"{path}: line {number} is not JSON; {remedy}") from None
     if not rows or not isinstance(rows[0], dict) or rows[0].keys() != header.keys():
         raise ValueError(f"{path}: not an output file of data/score.py; {remedy}")
-    old_header = rows.pop(0)
+    earlier = rows.pop(0)
     if not rows:
         return [], 0  # a file with only a header may be overwritten
-    differing = [
-        f"{key} {old_header[key]!r}, now {header[key]!r}" for key in header if old_header[key] != header[key]
-    ]
-    if differing:
-        raise ValueError(f"{path}: made with {'; '.join(differing)}; {remedy}")
+    changes = [f"{key} {old!r}, now {header[key]!r}" for key, old in earlier.items() if old != header[key]]
+    if changes:
+        raise ValueError(f"{path}: made with {'; '.join(changes)}; {remedy}")
     for number, (row, sha) in enumerate(zip(rows, [*shas, None])):
         if not isinstance(row, dict) or row.get("prompt_sha") != sha:
             raise ValueError(
@@ -270,7 +268,8 @@ def score_all(engine, tokenizer, prompts, prompt_ids, args, num_done: int, file)
 
 def summary(rows: list[dict]) -> str:
     """Return a histogram of the pass rates, and the expected share of zero-variance groups, as text."""
-    rates = [row["pass_rate"] for row in rows if row["pass_rate"] is not None]
+    measured = [row for row in rows if row["pass_rate"] is not None]
+    rates = [row["pass_rate"] for row in measured]
     edges = (0, 0.2, 0.4, 0.6, 0.8, 1)
     bins = {"0": sum(p == 0 for p in rates)}
     for low, high in zip(edges, edges[1:]):
@@ -283,30 +282,26 @@ def summary(rows: list[dict]) -> str:
     if rates:
         num_tokens = sum(row["mean_tokens"] for row in rows) / len(rows)
         lines.append(f"mean {sum(rates) / len(rates):.3f}; {num_tokens:.1f} tokens a completion")
-        all_rates = [rate for row in rows if row["pass_rate"] is not None for rate in rates_of(row)]
-        share = sum(rate**GROUP_SIZE for rate in all_rates) / len(rates)
+        wrong_rates = [row["wrong_rate"] for row in measured]
+        share = sum(rate**GROUP_SIZE for rate in rates + wrong_rates) / len(rates)
         lines.append(f"zero-variance groups expected at G = {GROUP_SIZE}: {share:.3f}, mean of p^G + q^G")
     large = [row for row in rows if row["num_samples"] >= GROUP_SIZE]
     if large:  # p^G is convex in p, so that the mean above, over noisy measured p, is too high
-        drawn = [zero_variance_of_draws(*rates_of(row), row["num_samples"]) for row in large]
+        drawn = [zero_variance_of_draws(row) for row in large]
         lines.append(f"  {sum(drawn) / len(drawn):.3f} without bias: drawing G of each prompt's completions")
     return "\n".join(lines)
 
 
-def rates_of(row: dict) -> tuple[float, float]:
-    """Return the share of fully right and of fully wrong completions."""
-    return row["pass_rate"], row["wrong_rate"]
-
-
-def zero_variance_of_draws(pass_rate: float, wrong_rate: float, num_samples: int) -> float:
-    """Return the share of subsets of G completions that are all right or all wrong.
+def zero_variance_of_draws(row: dict) -> float:
+    """Return the share of subsets of G completions of a prompt that are all right or all wrong.
 
         (C(right, G) + C(wrong, G)) / C(num_samples, G)
 
     An unbiased estimate of p^G + q^G.
     """
-    equal = sum(math.comb(round(rate * num_samples), GROUP_SIZE) for rate in (pass_rate, wrong_rate))
-    return equal / math.comb(num_samples, GROUP_SIZE)
+    num_samples = row["num_samples"]
+    counts = [round(row[name] * num_samples) for name in ("pass_rate", "wrong_rate")]
+    return sum(math.comb(count, GROUP_SIZE) for count in counts) / math.comb(num_samples, GROUP_SIZE)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -173,9 +173,7 @@ def offers_of(
             raise ValueError(f"{place}: {error}" if len(sets) > 1 else str(error)) from error
         if foreign := foreign_kinds(prompts, window.offline_scores):
             prefix = f"{place}: " if len(sets) > 1 else ""
-            union.notes.append(
-                f"{prefix}zero_variance.offline_scores were measured by another verifier than {foreign}"
-            )
+            union.notes.append(f"{prefix}zero_variance.offline_scores are of another verifier than {foreign}")
         stage_names.append(([name for name, _ in offered], mixture))
         for (name, _), score in zip(offered, scores):
             score_of[name] = score_of.get(name) or score

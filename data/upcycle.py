@@ -60,9 +60,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise ValueError(f"--model: {folder} has no config.json; give the folder of a dense model")
     model_type = json.loads(file.read_text()).get("model_type")
     if model_type not in CONFIG_MAPPING:  # else transformers asks for an update of itself
-        raise ValueError(
-            f"--model: model_type {model_type!r} of {file} is unknown; {UPCYCLED} can be upcycled"
-        )
+        raise ValueError(f"--model {file}: model_type {model_type!r} is unknown; {UPCYCLED} can be upcycled")
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 

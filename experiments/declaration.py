@@ -2,15 +2,13 @@
 
 A study declares in declared.json, before its first run that counts: question, rows, seeds, endpoint,
 contrasts ([{"row": ..., "parent": ...}, ...]; the effect is row - parent), test, correction, stop and
-prediction, and may name the commit of its code.
-Each line of the study's *.jsonl names the commit of its run. `python experiments/report.py --check` refuses a
-study
+prediction. Each line of the study's *.jsonl names the commit of its run. `python experiments/report.py
+--check` refuses a study
 
     whose run is of a commit without this declaration: the declaration is younger, or was changed later,
     with a run of a row or a seed that is not declared,
     with a run whose record lacks the commit, or whose checkout had uncommitted changes,
-    with a run of a commit that is no ancestor of the present commit (a shallow clone skips this check), or
-        that does not descend from the declared `commit`,
+    with a run of a commit that is no ancestor of the present commit (a shallow clone skips this check),
     with a run whose settings differ from the present YAML file of its row; checkpoints, the settings of
         tuning.json and the number of the task instance may differ,
     with a run that reads files of another task instance than its seed's, if `instances` declares them,
@@ -150,8 +148,6 @@ def commit_problems(file: Path, records: list[dict]) -> list[str]:
             problems.append(f"commit {commit} of a run {state}; declare first, then run")
         elif tuned.is_file() and declaration_at(commit, tuned) != json.loads(tuned.read_text()):
             problems.append(f"commit {commit} of a run has another tuning.json; commit the choice, then test")
-        elif "commit" in declared and not descends(commit, declared["commit"], file.parent):
-            problems.append(f"commit {commit} of a run does not descend from {declared['commit']}")
     return problems
 
 
@@ -333,14 +329,12 @@ def check_study(folder: Path) -> list[str]:
         return [str(error)]
 
 
-def warnings_of_launch(
-    rows: list[Path], seeds: list[int], is_clean: bool, settings: list[str] | None = None
-) -> list[str]:
+def warnings_of_launch(rows: list[Path], seeds: list[int], is_clean: bool, settings: list[str]) -> list[str]:
     """Return why report.py --check would refuse runs of these rows (YAML files), if studies declare them.
 
     settings: of the command line, for example ["train.num_steps=5"].
     """
-    set_names = [setting.partition("=")[0] for setting in settings or ()]
+    set_names = [setting.partition("=")[0] for setting in settings]
     warnings = []
     for folder in sorted({row.parent for row in rows}):
         file = folder / "declared.json"

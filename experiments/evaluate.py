@@ -49,14 +49,7 @@ from pydantic import ValidationError
 from data.formats import find_files, is_saved_to_disk
 from data.prompts import DataSettings, Prompt, PromptSource
 from experiments.bench.common import replace_text, write_json
-from experiments.page.build import (
-    build_page,
-    finite,
-    group_rows,
-    reading_notes,
-    text_pieces,
-    token_details,
-)
+from experiments.page.build import build_page, finite, group_rows, reading_notes, text_pieces, token_details
 from reward import RewardPool, Verdict, check_functions, impossible_references, start_pool
 from runtime.config import (
     Section,
@@ -722,6 +715,8 @@ def read_settings(args: argparse.Namespace, context: int):
     context: length of the model's context in tokens. rollout.max_prompt_tokens defaults to the context minus
     --max-new-tokens.
     """
+    import torch
+
     from rollout import RolloutSettings
 
     class EvaluationSettings(Section):
@@ -736,7 +731,8 @@ def read_settings(args: argparse.Namespace, context: int):
         source = read_mapping("--data", text) if text.lstrip().startswith("{") else {"path": text}
         data["eval"].append({key: value for key, value in common.items() if value is not None} | source)
     names = ("temperature", "max_new_tokens", "dtype", "kv_cache_gib", "max_num_seqs")
-    rollout = {name: getattr(args, name) for name in names} | {"sleep_level": sleep_level(args)}
+    trainer_needs_gpu = args.trainer_logprobs and torch.cuda.is_available()  # level 2 frees the weights
+    rollout = {name: getattr(args, name) for name in names} | {"sleep_level": 2 if trainer_needs_gpu else 0}
     rollout["capture_routes"] = "off"
     values = {"data": {key: value for key, value in data.items() if value is not None}, "rollout": rollout}
     for override in args.settings:
@@ -760,13 +756,6 @@ def read_settings(args: argparse.Namespace, context: int):
             f"{settings.rollout.max_new_tokens} exceed the model's context of {context} tokens; lower either"
         )
     return settings
-
-
-def sleep_level(args: argparse.Namespace) -> int:
-    """Return 2, which frees the engine's weights, if the trainer needs the GPU after the engine; else 0."""
-    import torch
-
-    return 2 if args.trainer_logprobs and torch.cuda.is_available() else 0
 
 
 def without_auto(settings, tokenizer, date: str | None):
@@ -911,9 +900,7 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_t
         turns = stack.enter_context(interaction_of(settings, tokenizer, folder, tasks))
         say(reference_warning(pool, tasks))
         say(f"{num_completions:,} completions of {len(tasks):,} prompts; starting vLLM")
-        longest = max(
-            len(task.prompt_ids) for task in tasks
-        )  # of all ranks, because they may share an engine
+        longest = max(len(task.prompt_ids) for task in tasks)  # of all ranks, which may share an engine
         engine = RolloutEngine(folder, longest + settings.rollout.max_new_tokens, settings.rollout)
         engine.sync(weights_of(folder), policy_version=0)
         start = time.perf_counter()
@@ -941,10 +928,8 @@ def reference_warning(pool: RewardPool, tasks: list[Task]) -> str:
     if not reasons:
         return ""
     index, reason = next(iter(reasons.items()))
-    example = f"prompt {index + 1} of {tasks[index].prompt.source}"
-    return (
-        f"warning: {len(reasons)} reference answers fail their own verifier, for example {example}: {reason}"
-    )
+    example = f"prompt {index + 1} of {tasks[index].prompt.source}: {reason}"
+    return f"warning: {len(reasons)} reference answers fail their own verifier, for example {example}"
 
 
 def build_trainer(folder: Path, settings):

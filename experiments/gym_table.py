@@ -99,13 +99,11 @@ def table_lines(record: dict[str, dict]) -> list[str]:
          f"{row['without_variance_frac']:.2f}", f"{row['tokens']:.1f}"]
         for task, row in sorted(solved.items(), key=lambda item: -item[1]["pass_at_1"])
     ]  # fmt: skip
-    others = [
-        row for task, row in record.items() if task not in solved and task not in reasoning_gym.UNUSABLE
-    ]
-    if others:
+    rest = [row for task, row in record.items() if task not in solved and task not in reasoning_gym.UNUSABLE]
+    if rest:
         names = ("pass_at_1", "without_variance_frac", "tokens")
-        score, ties, tokens = (sum(row[name] for row in others) / len(others) for name in names)
-        rows.append([f"{len(others)} others", f"{score:.3f}", "", f"{ties:.2f}", f"{tokens:.1f}"])
+        score, ties, tokens = (sum(row[name] for row in rest) / len(rest) for name in names)
+        rows.append([f"{len(rest)} others", f"{score:.3f}", "", f"{ties:.2f}", f"{tokens:.1f}"])
     heads = ["task at its lowest level", "pass@1", "best constant", "groups without variance", "tokens"]
     return markdown(heads, rows)
 

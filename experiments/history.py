@@ -31,9 +31,7 @@ def check_commit(commit: str, folder: Path) -> None:
         return
     if not is_shallow:
         raise ValueError(f"commit {commit[:8]} is no ancestor of HEAD")
-    raise ValueError(
-        f"commit {commit[:8]} is not in this shallow clone; `git fetch --unshallow` brings the history"
-    )
+    raise ValueError(f"commit {commit[:8]} is not in this shallow clone; `git fetch --unshallow` brings it")
 
 
 def files_at(commit: str, folder: Path) -> list[str]:

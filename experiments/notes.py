@@ -24,6 +24,7 @@ class Shown:
     metric: str = ""  # --metric
     compared: set[tuple[str, str]] = field(default_factory=set)  # (row, parent) of the shown differences
     corrected: set[tuple[str, str]] = field(default_factory=set)  # (row, parent) under one Holm correction
+    block: int = 1  # --block
 
 
 def seeds_of(records: list[dict]) -> set[int]:
@@ -135,32 +136,43 @@ def data_notes(rows: Records, parents: dict[str, str]) -> list[str]:
         of_parent = held_out[parents[row]]
         pairs = [(of_row[seed], of_parent[seed]) for seed in of_row.keys() & of_parent.keys()]
         if any(
-            own[name] != other[name] for own, other in pairs for name in own.keys() & other.keys() - {"train"}
+            own[name] != other.get(name, own[name]) for own, other in pairs for name in own if name != "train"
         ):
             differing.append(row)
     return [f"Other held-out prompts than the parent's: {', '.join(differing)}."] if differing else []
 
 
-def metric_notes(declared: dict[str, dict], metric: str) -> list[str]:
+def metric_notes(rows: Records, declared: dict[str, dict], metric: str) -> list[str]:
     """Call a metric secondary or exploratory unless it is the endpoint of every declaration.
 
     A metric is the endpoint's if its name occurs in the text of `endpoint`, and secondary if the name, also
-    without train/, occurs in `secondary`. Example: the endpoint "chains/avg_at_4 of the last evaluation".
+    without train/, occurs in `secondary`. Example: the endpoint "chains/avg_at_4 of the last evaluation". A
+    mean over several sets is not the metric of one of them.
     """
     kinds = set()
-    for each in declared.values():
-        if metric and not has_metric(each["endpoint"], metric):
-            secondary = str(each.get("secondary", ""))
-            is_secondary = any(
-                has_metric(secondary, name) for name in (metric, metric.removeprefix("train/"))
-            )
+    for row, each in declared.items():
+        names = {name for record in rows[row] for name in record.get("evaluations", ())}
+        is_mean = sum(name.endswith(f"/{metric}") for name in names) > 1
+        if metric and not has_metric(each["endpoint"], metric, is_mean):
+            text = str(each.get("secondary", ""))
+            names = (metric, metric.removeprefix("train/"))
+            is_secondary = any(has_metric(text, name, is_mean) for name in names)
             kinds.add("Secondary" if is_secondary else "Exploratory")
     return [f"{kind} metric: `{metric}`." for kind in sorted(kinds)]
 
 
-def has_metric(text: str, metric: str) -> bool:
-    """Tell whether a text has the name of a metric, also below a set: avg_at_8 in "hard/avg_at_8 of ..."."""
-    return re.search(rf"(?<!\w)(?<!train/){re.escape(metric)}(?![\w/])", text) is not None
+def has_metric(text: str, metric: str, is_mean: bool) -> bool:
+    """Tell whether a text has the name of a metric; a mean of sets is not that of "hard/avg_at_8 of ..."."""
+    before = r"(?<!/)" if is_mean else "(?<!train/)"
+    return re.search(rf"(?<!\w){before}{re.escape(metric)}(?![\w/])", text) is not None
+
+
+def check_blocks(declared: dict[str, dict], block: int) -> None:
+    """Raise ValueError if seeds of one declared task instance would count as independent."""
+    sizes = {each["instances"]["seeds_each"] for each in declared.values() if each.get("instances")}
+    if sizes - {block}:
+        size = max(sizes)
+        raise ValueError(f"--block {block}: {size} seeds share a declared task instance, set --block {size}")
 
 
 def contrast_notes(declared: dict[str, dict], shown: Shown) -> list[str]:
@@ -185,9 +197,10 @@ def notes_of(rows: Records, parents: dict[str, str], studies: dict[str, set[Path
     """
     recorded = {row: records for row, records in rows.items() if studies[row]}
     declared = declarations_of(recorded, studies)
+    check_blocks(declared, shown.block)
     sentences = [
         *declaration_notes(recorded, studies, declared),
-        *metric_notes(declared, shown.metric),
+        *metric_notes(rows, declared, shown.metric),
         *seed_notes(rows, parents, declared),
         *start_notes(rows, parents),
         *data_notes(rows, parents),

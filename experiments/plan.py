@@ -104,9 +104,7 @@ def model_config(path: str) -> PretrainedConfig:
     """
     if (Path(path) / "config.json").is_file():
         return moe_model.load_config(path)
-    name, variant = re.fullmatch(
-        "(.*?)(-Base|-Instruct|-Instruct-2507|-Thinking-2507|)", Path(path).name
-    ).groups()
+    name, variant = re.fullmatch(f"(.*?)({'|'.join(CONTEXTS)})", Path(path).name).groups()
     if name not in KNOWN_MODELS:
         raise ValueError(
             f"model.path: {path} is no folder with a config.json, and the shape of {name} is unknown; known "
@@ -133,11 +131,6 @@ class Machine:
     gpus_per_node: int = 8
     host_gib: float | None = None  # host memory of a node; None: HOST_GIB_PER_GPU for each GPU
     capability: tuple[int, int] = (9, 0)  # compute capability
-
-    @property
-    def device(self) -> Device:
-        """Return the facts on which FP8 depends, with compilers."""
-        return Device("the GPU of --machine", self.capability)
 
 
 MACHINES = {
@@ -213,6 +206,11 @@ class Task:
         return plan_memory(self.config, self.model, self.num_gpus, int(self.machine.memory_gib * GIB))
 
     @property
+    def gpus_of_node(self) -> int:
+        """Return the number of GPUs of the run that share a host."""
+        return min(self.num_gpus, self.machine.gpus_per_node)
+
+    @property
     def parts(self) -> dict[str, int]:
         """Return the bytes of a GPU by part; a negative `KV cache` is the memory that is missing."""
         return self.memory[0]
@@ -221,11 +219,6 @@ class Task:
     def phases(self) -> dict[str, int]:
         """Return the bytes of a GPU by phase."""
         return bytes_by_phase(self.parts, self.config.rollout.sleep_level > 0)
-
-    @property
-    def margin(self) -> int:
-        """Return the bytes of a GPU that stay free in every phase."""
-        return margin_bytes(int(self.machine.memory_gib * GIB))
 
     @property
     def active_experts(self) -> float:
@@ -337,7 +330,8 @@ def contradiction(task: Task) -> str | None:
             config.rollout.expert_parallel and parallel == 1,
     }  # fmt: skip
     wrong = next((message for message, is_wrong in checks.items() if is_wrong), None)
-    return wrong or fp8_refusal(config.rollout, task.model, task.machine.device)
+    device = Device("the GPU of --machine", task.machine.capability)
+    return wrong or fp8_refusal(config.rollout, task.model, device)
 
 
 def why_not(task: Task) -> str | None:
@@ -348,7 +342,7 @@ def why_not(task: Task) -> str | None:
 def why_host_too_small(task: Task) -> str | None:
     """Explain how much memory the host of a node lacks; None if it has enough."""
     needed = node_bytes(task) / GIB
-    num_gpus = gpus_of_node(task)
+    num_gpus = task.gpus_of_node
     room = task.machine.host_gib or HOST_GIB_PER_GPU * num_gpus
     if needed <= room:
         return None
@@ -385,14 +379,9 @@ def host_memory(task: Task) -> dict[str, int]:
     }
 
 
-def gpus_of_node(task: Task) -> int:
-    """Return the number of GPUs of the run that share a host."""
-    return min(task.num_gpus, task.machine.gpus_per_node)
-
-
 def node_bytes(task: Task) -> int:
     """Return the bytes of host memory that a node needs."""
-    return sum(host_memory(task).values()) * gpus_of_node(task)
+    return sum(host_memory(task).values()) * task.gpus_of_node
 
 
 def sync_bytes(task: Task) -> dict[str, int]:
@@ -603,7 +592,7 @@ def plan_run(task: Task) -> dict:
         "advice": [] if reason is None else advice(task),
         "memory_gib": in_gib(task.parts),
         "phases_gib": in_gib(task.phases),
-        "margin_gib": round(task.margin / GIB, 2),
+        "margin_gib": round(margin_bytes(int(task.machine.memory_gib * GIB)) / GIB, 2),
         "host_gib": in_gib(host_memory(task)) | {"of a node": round(node_bytes(task) / GIB, 1)},
         "kv_cache_tokens": max(0, task.parts["KV cache"]) // task.kv_bytes,
         "completions_at_once": round(completions_at_once(task)),
@@ -750,59 +739,34 @@ def describe_search(task: Task, proposals: list[tuple[dict, Task]]) -> str:
     return "\n".join([head, current, *rows])
 
 
-# ---- the comment of a YAML ----
-MACHINE_LINE = re.compile(  # GPUs, machine, model, mean tokens of prompts and of completions
-    r"# Machine: (\d+) x (\w+); shape of (\S+); mean prompt ([\d,]+), completion ([\d,]+) tokens"
-)
-
-
-def comment_of(file: Path) -> list[str]:
-    """Return the comment lines at the start of a YAML."""
-    return list(itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines()))
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Command line
 # ------------------------------------------------------------------------------------------------------------
+MACHINE_LINE = re.compile(  # of a YAML: GPUs, machine, model, mean tokens of prompts and of completions
+    r"(?m)^# Machine: (\d+) x (\w+); shape of (\S+); mean prompt ([\d,]+), completion ([\d,]+) tokens"
+)
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = command_line("experiments/plan.py", __doc__)
-    add_argument = parser.add_argument
+    add = parser.add_argument
     number = {"type": float, "metavar": "N"}
-    add_argument(
-        "--config", type=Path, action="append", required=True, metavar="FILE",
-        help="YAML of settings, as for train_rl.py; may be repeated",
-    )  # fmt: skip
-    add_argument(
-        "--gpus", type=int, metavar="N",
-        help="number of GPUs of all nodes (default: from the file's comment, else the smallest number that "
-        "ep_size and tensor_parallel divide)",
-    )  # fmt: skip
-    add_argument(
-        "--machine", choices=MACHINES, help="kind of GPU (default: from the file's comment, else h100)"
-    )
-    add_argument(
-        "--shape", metavar="MODEL",
-        help="model to plan with: a known name such as Qwen3-8B, or a folder with config.json (default: from "
-        "the file's comment, else model.path)",
-    )  # fmt: skip
-    add_argument("--gpu-memory-gib", **number, help="GiB of a GPU (default: from the machine)")
-    add_argument(
-        "--prompt-tokens", **number,
-        help="mean length of prompts (default: from the file's comment, else half of the limit)",
-    )  # fmt: skip
-    add_argument(
-        "--new-tokens", **number,
-        help="mean length of completions (default: as for prompts)",
-    )  # fmt: skip
-    add_argument(
-        "--search", action="store_true",
-        help="propose ep_size, tensor_parallel, micro_batch_tokens, offload and more, fastest first",
-    )  # fmt: skip
-    add_argument(
-        "--json", type=Path, metavar="FILE", help="write the plan, or the list of proposals, to FILE"
-    )
-    add_argument("settings", nargs="*", metavar="section.key=value", help="single settings; override files")
+    add("--config", type=Path, action="append", required=True, metavar="FILE",
+        help="YAML of settings, as for train_rl.py; may be repeated")  # fmt: skip
+    add("--gpus", type=int, metavar="N", help="GPUs of all nodes (default: from the file's comment, "
+        "else the smallest number that ep_size and tensor_parallel divide)")  # fmt: skip
+    add("--machine", choices=MACHINES, help="kind of GPU (default: from the file's comment, else h100)")
+    add("--shape", metavar="MODEL", help="a known name such as Qwen3-8B, or a folder with config.json "
+        "(default: from the file's comment, else model.path)")  # fmt: skip
+    add("--gpu-memory-gib", **number, help="GiB of a GPU (default: from the machine)")
+    add("--prompt-tokens", **number, help="mean length of prompts (default: from the file's comment, else "
+        "half of the limit)")  # fmt: skip
+    add("--new-tokens", **number, help="mean length of completions (default: as for prompts)")
+    add("--search", action="store_true", help="propose ep_size, tensor_parallel, micro_batch_tokens, offload "
+        "and more, fastest first")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write the plan, or the list of proposals, to FILE")
+    add("settings", nargs="*", metavar="section.key=value", help="single settings; override files")
     return parser.parse_intermixed_args(argv)
 
 
@@ -834,11 +798,11 @@ def mean_tokens(option: float | None, comment: str | None, limit: int) -> float:
 def read_task(args: argparse.Namespace) -> Task:
     """Return the task of the command line; ValueError for invalid values.
 
-    Defaults come from the line "# Machine: ..." in the comment of the last file, if there is one.
+    Defaults come from the line "# Machine: ..." of the last file, if there is one.
     """
     config = read_config(args)
-    matches = [MACHINE_LINE.match(line) for line in comment_of(args.config[-1])]
-    of_file = next((match.groups() for match in matches if match), [None] * 5)
+    match = MACHINE_LINE.search(args.config[-1].read_text())
+    of_file = match.groups() if match else [None] * 5
     file_gpus, file_machine, file_shape, file_prompt, file_completion = of_file
     model = model_config(args.shape or file_shape or config.model.path)
     check_model(config, model)

@@ -39,7 +39,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
 
 import yaml
-from scipy.stats import binomtest
 
 from data import smollm2
 from experiments.bench.common import markdown, mean_with_range, replace_text, torchrun, write_json
@@ -257,13 +256,9 @@ def record_of(run_dir: Path) -> dict:
         both = [{name: row[name] for name in ("completion", "reward", "num_tokens")} for row in rows]
         texts.append({"prompt": prompt, "before": both[0], "after": both[1]})
     summary["start"] = START
-    quality, versions = (
-        json.loads((run_dir / name).read_text()) for name in ("quality.json", "versions.json")
-    )
-    return {
-        "summary": summary, "num_prompts": len(pairs), "num_by_task": {t: len(r) for t, r in tasks.items()},
-        "quality": quality, "texts": texts, "versions": versions,
-    }  # fmt: skip
+    files = {name: json.loads((run_dir / f"{name}.json").read_text()) for name in ("quality", "versions")}
+    nums = {"num_prompts": len(pairs), "num_by_task": {task: len(rows) for task, rows in tasks.items()}}
+    return {"summary": summary, **nums, "texts": texts, **files}
 
 
 ROWS = {
@@ -327,18 +322,6 @@ def task_lines(data: dict | list[dict]) -> list[str]:
         rows.append([f"`{task}`", num, f"{constant:.2f}", *cells])
     heads = ["task", "prompts", "best constant", "pass@1 before", "pass@1 after", "greedy after", "gain"]
     return markdown(heads, rows)
-
-
-def held_out_lines(data: list[dict]) -> list[str]:
-    """Return the table of other held-out sets, from figures of evaluate.py --json before and after."""
-    rows = []
-    for of_set in data:
-        shares = [of_set[when]["accuracy"] for when in ("before", "after")]
-        cells = [f"{share['mean']:.3f} ({share['low']:.3f} to {share['high']:.3f})" for share in shares]
-        p = binomtest(of_set["gained"], of_set["gained"] + of_set["lost"]).pvalue
-        cells.append(f"{of_set['gained']} gained, {of_set['lost']} lost, p {p:.2g}")
-        rows.append([of_set["set"], of_set["before"]["num_prompts"], *cells])
-    return markdown(["set", "prompts", "before (95 %)", "after (95 %)", "prompts, sign test"], rows)
 
 
 def tables_of(data: dict) -> list[str]:

@@ -41,11 +41,6 @@ def thin(record: dict, steps: list[str]) -> dict:
     return {name: value for name, value in record.items() if name != "outcomes"} | {"steps": kept}
 
 
-def lines_of(records: list[dict]) -> str:
-    """Return the text of a record file."""
-    return "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-
-
 def whole_text(file: Path, or_small: bool = False) -> str:
     """Return the whole of a record file: from its commit if the file is small, else the file itself.
 
@@ -63,9 +58,7 @@ def problems_of(file: Path) -> list[str]:
     small = [json.loads(line) for line in file.read_text().splitlines()]
     whole = [json.loads(line) for line in whole_text(file).splitlines()]
     if [(r["row"], r["seed"]) for r in small] != [(r["row"], r["seed"]) for r in whole]:
-        return [
-            f"{file.name} has other rows or seeds than the whole file; move new runs to a file of their own"
-        ]
+        return [f"{file.name} has other rows or seeds than the whole file; move new runs to another file"]
     problems = []
     for record, original in zip(small, whole):
         expected = thin(original, list(record["steps"]))
@@ -131,9 +124,7 @@ def write_small(name: str, steps: list[str], studies: Path) -> None:
     """Replace a committed record file by its small form, and note the commit; ValueError if it cannot."""
     file = studies / name
     index = index_of(studies)
-    if name not in index and (
-        not file.is_file() or git(file.parent, "status", "--porcelain", file.name).stdout
-    ):
+    if name not in index and (not file.is_file() or git(studies, "status", "--porcelain", name).stdout):
         raise ValueError(f"{name}: commit the whole record file first, because history has to keep it")
     commit = index.get(name) or git(file.parent, "rev-parse", "HEAD").stdout.strip()
     records = [json.loads(line) for line in whole_text(file).splitlines()]
@@ -143,7 +134,8 @@ def write_small(name: str, steps: list[str], studies: Path) -> None:
     unknown = sorted(set(steps) - {metric for record in records for metric in record["steps"]})
     if unknown:
         raise ValueError(f"--steps {' '.join(unknown)}: no record of {name} has this metric")
-    file.write_text(lines_of([thin(record, steps) for record in records]))
+    lines = [json.dumps(thin(record, steps), separators=(",", ":")) + "\n" for record in records]
+    file.write_text("".join(lines))
     (studies / INDEX).write_text(json.dumps(dict(sorted((index | {name: commit}).items())), indent=1) + "\n")
 
 

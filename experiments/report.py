@@ -116,8 +116,7 @@ class Run:
     place: str  # file and line of the record, for messages
     folder: Path | None  # None: the run comes from a record file
     steps: dict[str, np.ndarray]  # {metric: [steps]}; NaN in steps that lack the metric
-    tokens: np.ndarray  # generated tokens at each point of the metric's curve
-    values: np.ndarray  # the metric at each point
+    values: np.ndarray  # the metric at each evaluation, or its moving mean at each training step
     offline_tokens: float | None  # tokens of the offline scoring of the prompts; None: unknown
 
 
@@ -188,17 +187,15 @@ def check_curves(record: dict, place: str, is_small: bool) -> None:
         for name in required:
             if name not in columns:
                 raise ValueError(f"{place}: {kind}.{name} is missing")
+        num_steps = len(columns["step"])
         for name, column in columns.items():
-            if len(column) != len(columns["step"]):
-                raise ValueError(
-                    f"{place}: {kind}.{name} has {len(column)} values, {kind}.step has {len(columns['step'])}"
-                )
+            if len(column) != num_steps:
+                raise ValueError(f"{place}: {kind}.{name} has {len(column)} values, step has {num_steps}")
             for step, value in zip(columns["step"], column):
                 is_optional = value is None and name not in (*required, *STEP_KEYS)
                 if not is_optional and not is_finite(value):
-                    raise ValueError(
-                        f"{place}: {kind}.{name} at step {step} is {value!r}, expected a finite number"
-                    )
+                    where = f"{place}: {kind}.{name} at step {step}"
+                    raise ValueError(f"{where} is {value!r}, expected a finite number")
         check_order(kind, columns, place)
 
 
@@ -218,34 +215,31 @@ def check_order(kind: str, columns: dict[str, list], place: str) -> None:
         last_tokens = tokens
 
 
-def evaluation_curve(record: dict, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and the metric (mean over the held-out sets) at each evaluation."""
+def evaluation_curve(record: dict, metric: str) -> np.ndarray:
+    """Return the metric (mean over the held-out sets) at each evaluation."""
     evaluations = record["evaluations"]
     last_step = len(record["steps"]["step"])
     columns = [column for name, column in evaluations.items() if name.endswith(f"/{metric}")]
     curve = []
-    for i, (step, tokens) in enumerate(zip(evaluations["step"], evaluations["generated_tokens"])):
+    for i, step in enumerate(evaluations["step"]):
         values = [column[i] for column in columns if column[i] is not None]
         if values:
-            curve.append((step, tokens, sum(values) / len(values)))
+            curve.append((step, sum(values) / len(values)))
     if not curve or (curve[0][0], curve[-1][0]) != (0, last_step):
         names = sorted({name.split("/")[-1] for name in evaluations if name.startswith("eval/")})
         raise ValueError(
             f"eval/SET/{metric} is missing at step 0 or at the last step; choose --metric among the metrics "
             f"of this run: {', '.join(names) or 'none'}"
         )
-    _, tokens, values = map(np.array, zip(*curve))
-    return tokens, values
+    return np.array([value for _, value in curve])
 
 
-def training_curve(steps: dict[str, np.ndarray], metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and the mean of a metric over the latest steps, for the steps that have the metric."""
+def training_curve(steps: dict[str, np.ndarray], metric: str) -> np.ndarray:
+    """Return the mean of a metric over the latest steps, for the steps that have the metric."""
     if metric not in steps:
         raise ValueError(f"no step has {metric}; choose --metric train/NAME among {', '.join(sorted(steps))}")
-    is_present = ~np.isnan(steps[metric])
-    values = steps[metric][is_present]
-    tokens = steps.get("generated_tokens", np.full(len(is_present), np.nan))
-    return tokens[is_present], moving_sum(values) / moving_sum(np.ones(len(values)))
+    values = steps[metric][~np.isnan(steps[metric])]
+    return moving_sum(values) / moving_sum(np.ones(len(values)))
 
 
 def moving_sum(values: np.ndarray) -> np.ndarray:
@@ -262,9 +256,9 @@ def make_run(record: dict, place: str, folder: Path | None, metric: str, is_smal
     steps = {name: np.array(column, dtype=float) for name, column in columns}  # None becomes NaN
     try:
         if metric.startswith(TRAINING):
-            tokens, values = training_curve(steps, metric.removeprefix(TRAINING))
+            values = training_curve(steps, metric.removeprefix(TRAINING))
         else:
-            tokens, values = evaluation_curve(record, metric)
+            values = evaluation_curve(record, metric)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     settings = record.get("settings", {}).items()
@@ -272,7 +266,7 @@ def make_run(record: dict, place: str, folder: Path | None, metric: str, is_smal
     offline = record.get("offline_tokens", None if is_scored else 0)
     if offline is not None and not is_finite(offline):
         raise ValueError(f"{place}: offline_tokens is {offline!r}, expected a finite number")
-    return Run(record, place, folder, steps, tokens, values, offline)
+    return Run(record, place, folder, steps, values, offline)
 
 
 def config_of(folder: Path) -> dict:
@@ -408,15 +402,13 @@ def check_sets(runs: list[Run], metric: str) -> None:
 # ------------------------------------------------------------------------------------------------------------
 # Figures
 # ------------------------------------------------------------------------------------------------------------
-def blocks_of(runs: list[Run], block: int) -> list[int]:
-    """Return the number of each run's block of consecutive seeds: 0, 0, 1, 1 for seeds 0 to 3 and block 2."""
-    return [run.record["seed"] // block for run in runs]
+def block_means(runs: list[Run], values: np.ndarray, block: int) -> np.ndarray:
+    """Average the values [runs] of each block of consecutive seeds, which are not independent, to [blocks].
 
-
-def block_means(values: np.ndarray, blocks: list[int]) -> np.ndarray:
-    """Average the values [runs, ...] of each block to [blocks, ...]: runs of a block are not independent."""
-    numbers = np.array(blocks)
-    return np.array([values[numbers == number].mean(axis=0) for number in dict.fromkeys(blocks)])
+    Example: with block 2, seeds 0 to 3 give two means.
+    """
+    numbers = np.array([run.record["seed"] // block for run in runs])
+    return np.array([values[numbers == number].mean() for number in dict.fromkeys(numbers.tolist())])
 
 
 def t_interval(values: np.ndarray) -> list[float] | None:
@@ -450,7 +442,7 @@ def paired_differences(runs: list[Run], parents: list[Run], block: int = 1) -> n
     parent_values = {run.record["seed"]: run.values[-1] for run in parents}
     common = [run for run in runs if run.record["seed"] in parent_values]
     differences = [run.values[-1] - parent_values[run.record["seed"]] for run in common]
-    return block_means(np.array(differences), blocks_of(common, block))
+    return block_means(common, np.array(differences), block)
 
 
 def are_equal(differences: np.ndarray) -> bool:
@@ -551,7 +543,7 @@ def make_table(
             "mean": float(final.mean()),
             "finals": final.tolist(),
             "falls": sum(bool(run.values[-1] < run.values[0]) for run in runs),
-            "interval": t_interval(block_means(final, blocks_of(runs, block))),
+            "interval": t_interval(block_means(runs, final, block)),
             "gradient_token_share": float((gradient / tokens).mean()) if is_known else None,
             "seconds": None if seconds is None else float(seconds.mean()),
             "parent": parents[name],
@@ -627,9 +619,8 @@ def check_columns(columns: tuple[str, ...], rows: dict[str, list[Run]]) -> None:
     for column in columns:
         kind, colon, metric = column.partition(":")
         if not colon and column not in COLUMNS:
-            raise ValueError(
-                f"--columns {column}: unknown column, choose among {', '.join(COLUMNS)}, mean:NAME, max:NAME"
-            )
+            known = ", ".join((*COLUMNS, "mean:NAME", "max:NAME"))
+            raise ValueError(f"--columns {column}: unknown column, choose among {known}")
         if colon and kind not in ("mean", "max"):
             raise ValueError(f"--columns {column}: expected mean:NAME or max:NAME")
         if colon and metric not in metrics:
@@ -864,10 +855,8 @@ def check_documents(root: Path, fix: bool) -> int:
         original = list(lines)
         problems_of_file = []
         for table in reversed(find_tables(lines)):  # backwards: a corrected table may change in length
-            problems_of_table, compared = check_table(table, lines, file, fix)
-            problems_of_file = [
-                f"{name}:{table.line}: {text}" for text in problems_of_table
-            ] + problems_of_file
+            texts, compared = check_table(table, lines, file, fix)
+            problems_of_file = [f"{name}:{table.line}: {text}" for text in texts] + problems_of_file
             num_tables += bool(compared)
             num_figures += compared
         problems += problems_of_file
@@ -896,38 +885,24 @@ class Parser(argparse.ArgumentParser):
 
 def add_table_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a table."""
-    parser.add_argument("--runs", type=Path, nargs="+", metavar="PATH", help="folders of runs, record files")
-    parser.add_argument("--parent", metavar="ROW", help="row to which all other rows are compared")
-    parser.add_argument(
-        "--parents", nargs="+", default=[], metavar="ROW=PARENT", help="rows that have another parent"
-    )
-    parser.add_argument(
-        "--rows", nargs="+", help="rows, in this order (default: the parent, then all other rows by name)"
-    )
-    parser.add_argument(
-        "--metric", default="avg_at_8",
-        help="metric of the evaluations, for example chains/avg_at_4, or train/METRIC (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--block",
-        type=int,
-        default=1,
-        metavar="N",
-        help="seeds that are not independent of each other (default: 1)",
-    )
-    parser.add_argument(
-        "--columns", nargs="+", default=list(STANDARD), metavar="NAME", help="columns, in this order"
-    )
+    add = parser.add_argument
+    add("--runs", type=Path, nargs="+", metavar="PATH", help="folders of runs, record files")
+    add("--parent", metavar="ROW", help="row to which all other rows are compared")
+    add("--parents", nargs="+", default=[], metavar="ROW=PARENT", help="rows that have another parent")
+    add("--rows", nargs="+", help="rows, in this order (default: the parent, then all other rows by name)")
+    add("--metric", default="avg_at_8", help="metric of the evaluations, for example chains/avg_at_4, or "
+        "train/METRIC (default: %(default)s)")  # fmt: skip
+    add("--block", type=int, default=1, metavar="N", help="seeds that depend on each other (default: 1)")
+    add("--columns", nargs="+", default=list(STANDARD), metavar="NAME", help="columns, in this order")
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that write files, and those that check the docs."""
-    parser.add_argument("--json", type=Path, help="write the table here")
-    parser.add_argument("--export", type=Path, metavar="FILE.jsonl", help="write the record of the runs here")
-    parser.add_argument(
-        "--check", action="store_true", help="compare the tables of the docs with the records"
-    )
-    parser.add_argument("--fix", action="store_true", help="rewrite the tables of the docs that differ")
+    add = parser.add_argument
+    add("--json", type=Path, help="write the table here")
+    add("--export", type=Path, metavar="FILE.jsonl", help="write the record of the runs here")
+    add("--check", action="store_true", help="compare the tables of the docs with the records")
+    add("--fix", action="store_true", help="rewrite the tables of the docs that differ")
 
 
 def parents_of(rows: dict[str, list[Run]], parent: str, pairs: list[str]) -> dict[str, str]:
@@ -959,6 +934,7 @@ def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[
     compared = {pair for pair in parents.items() if pair[0] != pair[1]}
     shown = Shown(
         metric=args.metric,
+        block=args.block,
         compared=compared if {*COMPARING} & {*args.columns} else set(),
         corrected=compared if "paired_p_holm" in args.columns else set(),
     )
@@ -974,9 +950,7 @@ def main(argv: list[str]) -> int:
         args = parser.parse_args(argv)
         if args.check or args.fix:
             if len(argv) > 1:
-                raise ValueError(
-                    "--check and --fix take no other options: the comments of the docs have them"
-                )
+                raise ValueError("--check and --fix take no other options: comments of the docs have them")
             return check_documents(ROOT, args.fix)
         table, rows, note = make_rows(args, Path())
         print("\n".join([*markdown(table, args), *note]))

@@ -218,9 +218,7 @@ def refuse_locked(folder: Path) -> None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(
-                    f"{folder}: a run is writing to it; wait for the run or choose another --out"
-                ) from None
+                raise ValueError(f"{folder}: a run is writing to it; wait, or choose another --out") from None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -256,10 +254,8 @@ def end_trees(processes: list[subprocess.Popen]) -> None:
 def end_of(log: Path, num_lines: int = 15) -> str:
     """Return the last lines of a console, without the report that torchrun adds after a rank has failed."""
     lines = log.read_text(errors="replace").splitlines()
-    footers = [
-        i for i, line in enumerate(lines) if "torch/distributed/elastic" in line and "] failed" in line
-    ]
-    rank_lines = lines[: footers[0]] if footers else lines
+    is_footer = ["torch/distributed/elastic" in line and "] failed" in line for line in lines]
+    rank_lines = lines[: is_footer.index(True)] if True in is_footer else lines
     return "\n".join(rank_lines[-num_lines:])
 
 
@@ -362,9 +358,9 @@ def missing_files(run: Run) -> dict[str, str]:
 
 
 def is_recipe(name: str) -> bool:
-    """Tell whether data.tiny can build the folder data/built/NAME."""
+    """Tell whether prepare.sh can build the folder data/built/NAME."""
     try:
-        return bool(recipe_of(name))
+        return bool(re.fullmatch(r"tasks_small(_\d+)?", name) or recipe_of(name))
     except ValueError:
         return False
 
@@ -430,9 +426,8 @@ def check_starts(runs: list[Run], dry_run: bool = False) -> None:
     """
     folders: set[Path] = set()
     for run in runs:
-        folders |= starts.starts_of(
-            load_script(run.script).load_config(list(run.arguments)).model_dump(mode="json")
-        )
+        config = load_script(run.script).load_config(list(run.arguments))
+        folders |= starts.starts_of(config.model_dump(mode="json"))
     left = {folder for folder in folders if starts.is_left(folder)}
     for folder in sorted(left) if not dry_run else ():
         starts.get(folder.name)
@@ -514,28 +509,19 @@ def comparison(run: Run, recorded: dict) -> list[str]:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = command_line(None, __doc__)
-    parser.add_argument("--rows", type=Path, nargs="+", help="YAML files, one per row")
-    parser.add_argument("--seeds", type=int, nargs="+", help="train.seed of the runs of each row")
-    parser.add_argument(
-        "--out", type=Path, help="folder of the run folders (with --row: runs/reproduce/STUDY)"
-    )
-    parser.add_argument("--row", metavar="STUDY/ROW", help="instead of --rows: reproduce a row of a study")
-    parser.add_argument("--seed", type=int, default=0, help="seed of --row (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        help="processes per run, and model.ep_size unless --row takes it from a record; end the line with "
-        "model.ep_size=1 for a dense model (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--script", type=Path, default=ROOT / "train_rl.py",
-        help="script to run: train_rl.py (default) or a changed copy",
-    )  # fmt: skip
-    parser.add_argument("--redo", action="store_true", help="remove and repeat runs made with other settings")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands only")
-    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="settings for all rows")
+    add = parser.add_argument
+    add("--rows", type=Path, nargs="+", help="YAML files, one per row")
+    add("--seeds", type=int, nargs="+", help="train.seed of the runs of each row")
+    add("--out", type=Path, help="folder of the run folders (with --row: runs/reproduce/STUDY)")
+    add("--row", metavar="STUDY/ROW", help="instead of --rows: reproduce a row of a study")
+    add("--seed", type=int, default=0, help="seed of --row (default: %(default)s)")
+    add("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
+    add("--ranks", type=int, default=1, help="ranks per run, and model.ep_size unless --row takes it from "
+        "a record; end the line with model.ep_size=1 for a dense model (default: %(default)s)")  # fmt: skip
+    add("--script", type=Path, default=ROOT / "train_rl.py", help="train_rl.py (default), or a changed copy")
+    add("--redo", action="store_true", help="remove and repeat runs made with other settings")
+    add("--dry-run", action="store_true", help="print the commands only")
+    add("settings", nargs="*", metavar="section.key=value", help="settings for all rows")
     args = parser.parse_intermixed_args(argv)
     if args.jobs < 1 or args.ranks < 1:
         parser.error("--jobs and --ranks must be at least 1")

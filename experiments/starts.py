@@ -14,12 +14,12 @@ experiments/starts/habits.yaml over their base. experiments/run.py brings and ch
 run, and `report.py --check` checks all.
 """
 
-import hashlib
 import json
 import re
 import shutil
 import sys
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ FORMATS = (".safetensors", ".json", ".jsonl", ".jinja", ".txt")
 def digests_of(start: Path) -> dict[str, str]:
     """Return {path: SHA-256} of the files of a start, without its record."""
     files = sorted(file for file in start.rglob("*") if file.is_file() and file != start / RECORD)
-    return {str(file.relative_to(start)): sha256(file.read_bytes()) for file in files}
+    return {str(file.relative_to(start)): sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def record_of(start: Path) -> dict:
@@ -106,7 +106,7 @@ def get(name: str) -> Path:
     if "commit" not in record or digests_of(start) == record["files"]:
         return start
     contents = {file: content_at(record["commit"], start, file) for file in record["files"]}
-    wrong = [file for file, content in contents.items() if sha256(content) != record["files"][file]]
+    wrong = [file for file, data in contents.items() if sha256(data).hexdigest() != record["files"][file]]
     if wrong:
         raise ValueError(
             f"{name}: {', '.join(wrong)} of commit {record['commit'][:8]} differs from the SHA-256 in "
@@ -119,11 +119,6 @@ def get(name: str) -> Path:
             (start / file).parent.mkdir(parents=True, exist_ok=True)
             part.rename(start / file)
     return start
-
-
-def sha256(content: bytes) -> str:
-    """Return the SHA-256 of a file's content in hexadecimal digits."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def all_problems(starts: Path) -> list[str]:
@@ -187,9 +182,7 @@ def main(argv: list[str]) -> int:
     getting.add_argument("name", nargs="+", help="name of a start, for example chains_3")
     adding = commands.add_parser("add", help="copy a built folder to a new start")
     adding.add_argument("name", help="name of the start")
-    adding.add_argument(
-        "source", type=Path, help="folder with a model and prompts, for example data/built/habits_10"
-    )
+    adding.add_argument("source", type=Path, help="model and prompts, for example data/built/habits_10")
     commands.add_parser("check", help="compare all starts with their digests")
     args = parser.parse_args(argv)
     try:

@@ -76,18 +76,6 @@ def test_a_shallow_clone_checks_the_commits_that_it_has(study, tmp_path):
     assert "not declared" in problems(clone, commit=declared, seed=2)[0]
 
 
-def test_runs_descend_from_the_commit_that_the_declaration_names(study):
-    folder, before, declared = study
-    for commit in (before, declared):
-        (folder / "declared.json").write_text(json.dumps(DECLARED | {"commit": commit}))
-        git(folder, "commit", "-qam", "named")
-        git(folder, "checkout", "-q", "--detach")
-        assert problems(folder, commit=git(folder, "rev-parse", "HEAD")) == []
-        side = dangling(folder)
-        git(folder, "merge", "-q", "--allow-unrelated-histories", "-s", "ours", "-m", "merged", side)
-        assert "descend" in problems(folder, commit=side)[0]
-
-
 def test_a_mistake_is_found_before_the_first_run(study):
     folder, _, _ = study
     file = folder / "declared.json"
@@ -115,13 +103,13 @@ def test_a_mistake_is_found_before_the_first_run(study):
 def test_a_launch_warns_of_runs_that_no_table_would_take(study):
     folder, _, _ = study
     rows = [folder / "on.yaml", folder / "more.yaml"]
-    assert declaration.warnings_of_launch(rows[:1], [0, 1], is_clean=True) == []
-    (undeclared,) = declaration.warnings_of_launch(rows, [1, 2], is_clean=True)
+    assert declaration.warnings_of_launch(rows[:1], [0, 1], is_clean=True, settings=[]) == []
+    (undeclared,) = declaration.warnings_of_launch(rows, [1, 2], is_clean=True, settings=[])
     assert "does not declare more, seed 2" in undeclared
-    (unclean,) = declaration.warnings_of_launch(rows[:1], [1], is_clean=False)
+    (unclean,) = declaration.warnings_of_launch(rows[:1], [1], is_clean=False, settings=[])
     assert "uncommitted" in unclean
     (folder / "declared.json").unlink()
-    assert declaration.warnings_of_launch(rows, [2], is_clean=False) == []
+    assert declaration.warnings_of_launch(rows, [2], is_clean=False, settings=[]) == []
 
 
 @pytest.mark.parametrize("pairs", [[["off", "on"]], [["on", "off"], {"row": "on", "parent": "off"}]])
@@ -129,9 +117,9 @@ def test_contrasts_without_names_are_refused_before_the_first_run_and_valid_afte
     folder, _, commit = study
     (folder / "declared.json").write_text(json.dumps(DECLARED | {"contrasts": pairs}))
     with pytest.raises(ValueError, match=" - ".join(pairs[0])):
-        declaration.warnings_of_launch([folder / "on.yaml"], [0], is_clean=True)
+        declaration.warnings_of_launch([folder / "on.yaml"], [0], is_clean=True, settings=[])
     problems(folder, commit=commit)  # writes a record
-    assert declaration.warnings_of_launch([folder / "on.yaml"], [0], is_clean=True) == []
+    assert declaration.warnings_of_launch([folder / "on.yaml"], [0], is_clean=True, settings=[]) == []
     assert declaration.contrasts_of({"contrasts": pairs})[0] == tuple(pairs[0])
 
 
@@ -190,26 +178,32 @@ def test_the_note_names_the_declaration_and_the_missing_seeds(study):
 @pytest.mark.parametrize(
     ("metric", "kind"),
     [
-        ("sums/avg_at_8", ""),
-        ("avg_at_8", ""),
-        ("train/score", ""),
-        ("sums/avg_at_80", "Exploratory"),
-        ("score", "Secondary"),
-        ("sums/accuracy", "Secondary"),
-        ("train/entropy", "Secondary"),
-        ("train/clipped", "Secondary"),
-        ("train/entropy/entropy_group_0", "Exploratory"),
-        ("chains/avg_at_8", "Exploratory"),
-        ("", ""),
+        ("sums/avg_at_8", ""), ("avg_at_8", ""), ("train/score", ""), ("sums/avg_at_80", "Exploratory"),
+        ("score", "Secondary"), ("sums/accuracy", "Secondary"), ("train/entropy", "Secondary"),
+        ("train/clipped", "Secondary"), ("train/entropy/entropy_group_0", "Exploratory"),
+        ("chains/avg_at_8", "Exploratory"), ("", ""),
     ],
-)
+)  # fmt: skip
 def test_the_note_names_a_metric_that_is_not_the_endpoint(metric, kind, study):
     folder, _, declared = study
     secondary = ["score", "sums/accuracy (greedy)", "mean entropy", "train/clipped"]
     changes = {"endpoint": "sums/avg_at_8 of the last evaluation, and train/score", "secondary": secondary}
     (folder / "declared.json").write_text(json.dumps(DECLARED | changes))
-    text = note(folder, Shown(metric), off=records("off", [0, 1], declared))
+    rows = records("off", [0, 1], declared)
+    text = note(folder, Shown(metric), off=rows)
     assert (f"{kind} metric: `{metric}`." in text) if kind else ("metric" not in text)
+    two_sets = [row | {"evaluations": {"eval/sums/avg_at_8": [], "eval/b/avg_at_8": []}} for row in rows]
+    assert (metric == "avg_at_8") == (note(folder, Shown(metric), off=two_sets) != text)
+
+
+def test_seeds_of_one_task_instance_are_no_pairs(study):
+    folder, _, declared = study
+    instances = {"instances": {"recipe": "chains", "seeds_each": 2}}
+    (folder / "declared.json").write_text(json.dumps(DECLARED | instances))
+    rows = records("off", [0, 1], declared)
+    assert "Declared" in note(folder, Shown(block=2), off=rows)
+    with pytest.raises(ValueError, match="set --block 2"):
+        note(folder, off=rows)
 
 
 def test_a_table_of_new_undeclared_runs_is_refused(study, monkeypatch):

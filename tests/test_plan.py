@@ -826,7 +826,7 @@ def test_every_plan_leaves_a_twentieth_of_a_gpu_free(tmp_path):
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_a_recipe_is_nearly_as_fast_as_the_advice_of_the_planner(file):
     """Differences below a fifth are within the error of the planner's seconds."""
-    assert any(plan.MACHINE_LINE.match(line) for line in plan.comment_of(file)), "it names its machine"
+    assert plan.MACHINE_LINE.search(file.read_text()), "it names its machine"
     task = task_of(file)
     ((change, fastest),) = plan.search(task, most=1)
     assert plan.step_seconds(task) <= 1.2 * plan.step_seconds(fastest), plan.as_settings(change)

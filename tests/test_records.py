@@ -30,7 +30,8 @@ def repository(tmp_path) -> Path:
     whole = {"row": "grpo", "seed": 0, "commit": "c0ffee", "settings": {"train.num_steps": 2}, "steps": STEPS}
     whole |= {"evaluations": {"step": [0, 2], "generated_tokens": [0, 80], "eval/sums/avg_at_8": [0.2, 0.4]}}
     whole |= {"outcomes": {"eval/sums/avg_at_8": [0.0, 1.0]}, "offline_tokens": 0}
-    (studies / "question" / "runs.jsonl").write_text(records.lines_of([whole, whole | {"seed": 1}]))
+    lines = [json.dumps(whole | {"seed": seed}, separators=(",", ":")) for seed in (0, 1)]
+    (studies / "question" / "runs.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (studies / "earlier" / "README.md").write_text("An earlier study.\n")
     source = tmp_path / "built"
     (source / "model").mkdir(parents=True)

@@ -225,7 +225,8 @@ def test_zero_variance_of_draws_has_no_bias():
     """Compare with the exact binomial mean of 16 samples; the plug-in estimate is off by over a tenth."""
     for p in (0.1, 0.3, 0.9):
         weights = [math.comb(16, k) * p**k * (1 - p) ** (16 - k) for k in range(17)]
-        mean = sum(w * zero_variance_of_draws(k / 16, 1 - k / 16, 16) for k, w in enumerate(weights))
+        drawn = [{"pass_rate": k / 16, "wrong_rate": 1 - k / 16, "num_samples": 16} for k in range(17)]
+        mean = sum(w * zero_variance_of_draws(row) for w, row in zip(weights, drawn))
         assert mean == pytest.approx(p**8 + (1 - p) ** 8, rel=1e-12)
         assert sum(w * ((k / 16) ** 8 + (1 - k / 16) ** 8) for k, w in enumerate(weights)) > 1.05 * mean
 

@@ -120,7 +120,7 @@ def test_what_is_no_file_is_not_opened(kind, tmp_path):
         else:
             path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "nowhere")
     with pytest.raises(ValueError, match="(rows.jsonl|config.json): no file"):
-        formats.load_rows(str(tmp_path))
+        formats.load_tables(str(tmp_path))
     with pytest.raises(ValueError, match="model.path: .*config.json is no file"):
         digests_of_input("model.path", tmp_path)
 
@@ -220,7 +220,7 @@ def test_a_compressed_file_has_a_bound(suffix, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "MIN_LIMIT", 1000)
     file = tmp_path / f"rows.{suffix}"
     file.write_bytes(gzip.compress(b" " * 10**6))
-    with pytest.raises(ValueError, match="decompress the file first"):
+    with pytest.raises(ValueError, match="decompress it first"):
         formats.read_file(str(file))
     file.write_bytes(gzip.compress(b"PAR1" * 200))
     assert len(formats.read_bytes(str(file))) == 800

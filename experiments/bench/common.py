@@ -1,13 +1,11 @@
-"""Helpers that several benchmarks share: options, models, ranks, statistics and tables.
+"""Helpers that several benchmarks share: options, ranks, statistics and tables.
 
 Slow imports happen inside the functions.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ from typing import Any
 from runtime.provenance import commit_of, machine_of, now, versions_of
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINER = ROOT / "train_rl.py"
-TINY = ROOT / "data" / "built" / "tiny" / "model"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -29,21 +25,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
     return parser
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Models
-# ------------------------------------------------------------------------------------------------------------
-def model_folder(recipe: str) -> Path:
-    """Build one of data.tiny's recipes if it is missing, and return its folder.
-
-    An existing folder stays as it is, for example with the weights of experiments/starts.
-    """
-    folder = ROOT / "data" / "built" / recipe
-    if not (folder / "model").is_dir():
-        prepare = ["bash", "experiments/prepare.sh", recipe]
-        subprocess.run(prepare, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, check=True)
-    return folder
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -87,9 +87,8 @@ def launch_head(device: torch.device) -> float:
     hidden = torch.randn(64, 256, device=device)
     weight = torch.randn(1000, 256, device=device) / 16
     targets = torch.arange(64, device=device)
-    logprobs, _ = linear_logprob_entropy(
-        hidden, weight, targets, 1.0, "triton" if device.type == "cuda" else "naive"
-    )
+    kernel = "triton" if device.type == "cuda" else "naive"
+    logprobs, _ = linear_logprob_entropy(hidden, weight, targets, 1.0, kernel)
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)[targets, targets]
     return (logprobs - exact).abs().max().item()
 

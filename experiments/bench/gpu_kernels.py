@@ -255,11 +255,6 @@ class Work:
         packed = policy_module().pack([[2]] * len(completions), completions, device)
         return cls(policy, packed, tokens, device)
 
-    def forward(self, replay=None):
-        """Return the outputs without gradient, as the old-logprob pass does."""
-        with torch.no_grad():
-            return self.policy(self.packed, replay_ids_TLK=replay)
-
     def update(self, replay=None) -> None:
         """Compute the gradients of all weights."""
         self.policy.zero_grad(set_to_none=True)
@@ -300,7 +295,7 @@ def experts(report: Report) -> None:
     report.criteria["a block is the same within 3 %"] = difference < 0.03
     with torch.no_grad():
         x_TD, _ = work.policy.hidden(work.packed)
-    routes = moe_model.route_table(work.forward()[2], work.policy.config.num_experts)
+        routes = moe_model.route_table(work.policy(work.packed)[2], work.policy.config.num_experts)
     head = partial(head_update, work, x_TD[work.packed.predictor_index])
     head_s = min(seconds(head, work.device) for _ in range(3))
     gradients = []

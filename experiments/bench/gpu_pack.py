@@ -12,7 +12,6 @@ Wheels lose the files and the GPU code that Hopper never runs, and LZMA compress
 halves the bytes to carry: vLLM's attention kernels resemble each other at distances that zip does not see.
 """
 
-import argparse
 import base64
 import csv
 import hashlib
@@ -28,6 +27,7 @@ import zipfile
 from pathlib import Path
 
 from data.smollm2 import PACKAGE, sha256_of
+from runtime.config import command_line
 
 HERE = Path(__file__).parent
 ENGINE = "vllm==0.30.0"
@@ -155,15 +155,11 @@ def write_parts(folder: Path, out: Path, part_bytes: int) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """Write parts and install.sh, and print their sizes and digests; the exit code is 2 for bad input."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("gpu_pack", description=__doc__, formatter_class=keep_lines)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new or empty folder")
-    parser.add_argument(
-        "--with", dest="members", nargs="*", choices=MEMBERS, default=list(MEMBERS), help="default: all"
-    )
-    parser.add_argument(
-        "--part-mib", type=float, default=PART_MIB, metavar="N", help="(default: %(default)s)"
-    )
+    parser = command_line("gpu_pack", __doc__)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FOLDER", help="new or empty folder")
+    add("--with", dest="members", nargs="*", choices=MEMBERS, default=list(MEMBERS), help="default: all")
+    add("--part-mib", type=float, default=PART_MIB, metavar="N", help="(default: %(default)s)")
     args = parser.parse_args(argv)
     if not args.part_mib > 0:
         parser.error("--part-mib must be above 0")

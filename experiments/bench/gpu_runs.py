@@ -18,14 +18,7 @@ import torch
 
 from experiments.bench.common import ROOT
 from experiments.bench.gpu_engine import model_of_size, models
-from experiments.bench.gpu_kernels import (
-    SIZES,
-    Piece,
-    Report,
-    die_with_parent,
-    flops_per_token,
-    peak_flops,
-)
+from experiments.bench.gpu_kernels import SIZES, Piece, Report, die_with_parent, flops_per_token, peak_flops
 
 TINY = "experiments/environments/tiny.yaml"
 REAL = "experiments/environments/real_instructions.yaml"
@@ -128,10 +121,9 @@ def moe_fp8(report: Report) -> None:
     rows = train(report, TINY, [
         f"model.path={model}", "data.eval=[]", f"rollout.max_new_tokens={new_tokens}",
         "rollout.prompts_per_step=8", "rollout.kv_cache_gib=4", f"train.num_steps={FP8_STEPS + 1}",
-        "run.log_every=1",
         "train.learning_rate=1e-6", "model.dtype=bfloat16", "rollout.dtype=bfloat16", "reward.num_workers=2",
         "rollout.sleep_level=2", "train.micro_batch_tokens=16384", "model.activation_checkpointing=true",
-        "rollout.check_every=2",
+        "rollout.check_every=2", "run.log_every=1",
         "zero_variance.rl_zvp=true",  # gradients from entropies, because a random model earns no reward
         f"rollout.fp8={'simulate' if report.dry else 'on'}", "algorithm.router_replay=r3",
         "algorithm.rollout_correction=token_tis", *(ON_CPU if report.dry else ()),
@@ -189,14 +181,8 @@ def real(report: Report) -> None:
         train(report, TINY, [*ON_CPU, *settings], show)
     else:
         _, model = smollm2(report)
-        small = [
-            *ON_CPU,
-            "rollout.kv_cache_gib=0.25",
-            "rollout.prompts_per_step=1",
-            "rollout.group_size=2",
-            "reward.overlong_buffer=4",
-            "zero_variance.rl_zvp=true",
-        ]
+        small = [*ON_CPU, "rollout.kv_cache_gib=0.25", "rollout.prompts_per_step=1", "rollout.group_size=2",
+                 "reward.overlong_buffer=4", "zero_variance.rl_zvp=true"]  # fmt: skip
         large = ["model.dtype=bfloat16", "rollout.kv_cache_gib=8", "rollout.max_new_tokens=96",
                  "train.micro_batch_tokens=16384"]  # fmt: skip
         train(report, REAL, [f"model.path={model}", *(small if report.dry else large), *settings], show)

@@ -46,15 +46,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.bench.common import (
-    ROOT,
-    make_parser,
-    markdown,
-    spread,
-    torchrun,
-    with_range,
-    write_results,
-)
+from experiments.bench.common import ROOT, make_parser, markdown, spread, torchrun, with_range, write_results
 from runtime.provenance import versions_of
 
 TRAINERS = ("dense", "moe", "moe_lora", "trl", "trl_bf16")
@@ -209,9 +201,7 @@ def is_followed(completions: list, answer: list[str], **columns) -> list[float]:
     """Return the share of instructions that each completion follows, as our trainer scores it."""
     from verifiers.instructions import verify
 
-    return [
-        verify(messages[0]["content"], constraints)[0] for messages, constraints in zip(completions, answer)
-    ]
+    return [verify(chat[0]["content"], constraints)[0] for chat, constraints in zip(completions, answer)]
 
 
 def trl_config(args: argparse.Namespace, output: Path, **changes):
@@ -336,9 +326,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     return figures
 
 
-def run_trl(
-    trainer: str, seed: int, args: argparse.Namespace, scratch: Path
-) -> tuple[list[dict[str, float]], dict]:
+def run_trl(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -> tuple[list[dict], dict]:
     """Return the figures of each step of one run of TRL, and the versions of TRL's environment."""
     result = scratch / "result.json"
     command = [
@@ -357,7 +345,9 @@ def run_trl(
 
 def measure(args: argparse.Namespace) -> dict:
     """Run the trainers in turns; return the environment and the steps of all rounds."""
-    data = {"environment": environment(args), "rounds": []}
+    environment = {"policy_dtype": args.dtype, "engine_dtype": args.engine_dtype}
+    environment |= {"max_new_tokens": args.max_new_tokens, "settings": args.settings}
+    data = {"environment": environment, "rounds": []}
     for number in range(args.repeats):
         order = args.trainers if number % 2 == 0 else args.trainers[::-1]
         runs = {}
@@ -374,16 +364,6 @@ def measure(args: argparse.Namespace) -> dict:
         data["update_over_bound"] = update_over_bound(data)
         write_results(args.json, data)  # a stopped benchmark keeps its finished rounds
     return data
-
-
-def environment(args: argparse.Namespace) -> dict:
-    """Return the conditions of the measurement that write_results() does not record: precision and sizes."""
-    return {
-        "policy_dtype": args.dtype,
-        "engine_dtype": args.engine_dtype,
-        "max_new_tokens": args.max_new_tokens,
-        "settings": args.settings,
-    }
 
 
 # ------------------------------------------------------------------------------------------------------------

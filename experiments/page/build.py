@@ -52,13 +52,11 @@ def build_page(header: dict, prompts: list[dict], details: list[list[dict | None
     for number, prompt_details in enumerate(details):
         if any(prompt_details):
             elements.append(data_element(f"tokens-{number}", prompt_details))
-    style = (FOLDER / "page.css").read_text()
-    script = (FOLDER / "page.js").read_text()
-    policy = (
-        f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; base-uri 'none'"
-    )
+    css = (FOLDER / "page.css").read_text()
+    js = (FOLDER / "page.js").read_text()
+    policy = f"default-src 'none'; style-src '{digest(css)}'; script-src '{digest(js)}'; base-uri 'none'"
     fields = {"policy": html.escape(policy), "title": html.escape(plain(header["title"]))}
-    fields |= {"style": style, "script": script, "data": "\n".join(elements)}
+    fields |= {"style": css, "script": js, "data": "\n".join(elements)}
     page = re.split(r"\{\{(\w+)\}\}", (FOLDER / "page.html").read_text())  # text, name, text, name ...
     page[1::2] = [fields[name] for name in page[1::2]]
     return "".join(page)

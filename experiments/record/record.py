@@ -31,7 +31,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -129,9 +129,8 @@ def needed_for_sums(rows: list[dict]) -> dict[str, float | None]:
     """
     curve = curve_of(rows, TRACKS["sums"].metric)
     is_curve = len(curve["tokens"]) > 1
-    tokens = (
-        tokens_of({"track": "sums", "curves": {"0": curve}, "offline_tokens": 0})[0] if is_curve else None
-    )
+    record = {"track": "sums", "curves": {"0": curve}, "offline_tokens": 0}
+    tokens = tokens_of(record)[0] if is_curve else None
     steps = [row for row in rows if "seconds_per_step" in row and row["generated_tokens"] <= (tokens or 0)]
     return {"tokens": tokens, "seconds": sum(row["seconds_per_step"] for row in steps) if tokens else None}
 
@@ -189,9 +188,7 @@ def problems_of(runs: list[report.Run], track: str, holder: dict | None) -> list
     if broken := {name for one in runs for name in broken_rules(one.record["settings"], track)}:
         problems.append(f"{', '.join(sorted(broken))}: an entry may not set this, see FIXED and FORBIDDEN")
     if foreign := foreign_scores(runs):
-        problems.append(
-            f"{', '.join(foreign)}: scores of another model; run data.score with the track's start"
-        )
+        problems.append(f"{', '.join(foreign)}: scores of another model; run data.score on the track's start")
     missing = set(TRACKS[track].seeds) - {one.record["seed"] for one in runs}
     if missing:
         problems.append(f"seeds {', '.join(map(str, sorted(missing)))} are missing; repeat the command")
@@ -219,10 +216,8 @@ def record_of(entry: str, track: str, runs: list[report.Run]) -> dict:
     """Return the record of an entry's runs."""
     first = runs[0].record
     versions = first["versions"]
-    curves = {
-        str(one.record["seed"]): {"tokens": one.tokens.tolist(), "values": one.values.tolist()}
-        for one in runs
-    }
+    metrics = {str(one.record["seed"]): read_rows(one.folder / "metrics.jsonl") for one in runs}
+    curves = {seed: curve_of(rows, TRACKS[track].metric) for seed, rows in metrics.items()}
     return {
         "track": track, "entry": entry, "date": f"{datetime.date.today()}", "commit": first["commit"],
         "settings": first["settings"], "weights": versions.get("weights"), "versions": versions,
@@ -239,9 +234,7 @@ def obstacles(entry: str, track: str) -> list[str]:
     if all((folder / "summary.json").is_file() for folder in folders):
         return []
     if broken := broken_rules(settings_of(entry), track):
-        raise ValueError(
-            f"{entry}.yaml sets {', '.join(broken)}: an entry of {track} may not, see FIXED and FORBIDDEN"
-        )
+        raise ValueError(f"{entry}.yaml sets {', '.join(broken)}: an entry may not, see FIXED and FORBIDDEN")
     reasons = []
     if commit_of()["dirty"] is not False:
         reasons.append("the checkout has uncommitted changes, or no git history")
@@ -293,8 +286,6 @@ def read_runs(entry: str, track: Track) -> list[report.Run]:
     runs = report.read_rows([Path("runs/record")], [entry], track.metric)[entry]
     for one in runs:
         one.record.update(report.provenance(one.folder))
-    curves = [curve_of(read_rows(one.folder / "metrics.jsonl"), track.metric) for one in runs]
-    runs = [replace(one, tokens=np.array(curve["tokens"])) for one, curve in zip(runs, curves)]
     return [one for one in runs if one.record["seed"] in track.seeds]
 
 

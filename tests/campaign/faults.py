@@ -50,24 +50,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from experiments.bench.common import (
-    ROOT,
-    TRAINER,
-    make_parser,
-    markdown,
-    model_folder,
-    torchrun,
-    write_json,
-)
+from experiments.bench.common import ROOT, make_parser, markdown, torchrun, write_json
 from tests import preloaded
 from tests.campaign import hostile_input
 from tests.campaign.soak import soak
-from tests.campaign.started import SPARED, TARGETS, Started, start_trainer
+from tests.campaign.started import SPARED, TARGETS, Started, build_tiny, start_trainer
 from tests.campaign.verdicts import (
     DAMAGE,
     END_S,
     LEFT_S,
     RUN_S,
+    TRAINER,
     VERDICTS,
     Attempt,
     Bench,
@@ -362,7 +355,7 @@ def undisturbed(out: Path) -> tuple[Path, float]:
     note = out / "undisturbed.json"
     made = json.loads(note.read_text()) if note.is_file() else {}
     if made.get("commit") != commit():
-        model_folder("tiny")
+        build_tiny()
         shutil.rmtree(run_dir, ignore_errors=True)
         start = time.monotonic()
         command = [*torchrun(2), str(TRAINER), *WORKLOAD, f"run.dir={run_dir}"]

@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from experiments.bench.common import ROOT, TINY
+from experiments.bench.common import ROOT
 from tests.campaign.verdicts import (
     DAMAGE,
     LEFT_S,
     REFUSAL_S,
     RUN_S,
+    TINY,
     Attempt,
     Bench,
     Failed,

@@ -16,9 +16,8 @@ from pathlib import Path
 import psutil
 
 from data.chat import load_tokenizer
-from experiments.bench.common import TINY, model_folder
-from tests.campaign.started import Started, start_trainer
-from tests.campaign.verdicts import LEFT_S, Failed, end_of
+from tests.campaign.started import Started, build_tiny, start_trainer
+from tests.campaign.verdicts import LEFT_S, TINY, Failed, end_of
 from tests.random_judge import save_random_judge
 
 EVERY_S = 1.0  # seconds between two samples
@@ -156,7 +155,8 @@ def draw(starts: list[list[dict[str, float]]], file: Path) -> None:
 def soak(steps: int, folder: Path) -> tuple[str, str]:
     """Run or resume the steps in this folder, and summarise the sizes along the way."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_random_judge(folder / "judge", load_tokenizer(model_folder("tiny") / "model"))
+    build_tiny()
+    save_random_judge(folder / "judge", load_tokenizer(TINY))
     (file := folder / "rows.jsonl").touch()
     run = start_trainer(folder / "run", *settings_of(steps, folder))
     try:

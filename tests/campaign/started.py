@@ -3,13 +3,14 @@
 import contextlib
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 
-from experiments.bench.common import ROOT, TRAINER, torchrun
-from tests.campaign.verdicts import Failed, tagged
+from experiments.bench.common import ROOT, torchrun
+from tests.campaign.verdicts import TINY, TRAINER, Failed, tagged
 
 SPARED = ("worker", "guard")  # roles that the run replaces after a kill
 TARGETS = ("torchrun", "rank 0", "rank 1", "all ranks", "everything", *SPARED)
@@ -18,6 +19,13 @@ TARGETS = ("torchrun", "rank 0", "rank 1", "all ranks", "everything", *SPARED)
 def role_below(parent: psutil.Process | None) -> str:
     """Return the role of a reward process: ranks start guards, and guards start workers."""
     return "worker" if parent is not None and "--worker" in parent.cmdline() else "guard"
+
+
+def build_tiny() -> None:
+    """Build the tiny model and its prompts if they are missing."""
+    if not TINY.is_dir():
+        prepare = ["bash", "experiments/prepare.sh", "tiny"]
+        subprocess.run(prepare, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, check=True)
 
 
 def in_words(processes: list[psutil.Process]) -> str:

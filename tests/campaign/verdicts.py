@@ -14,8 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from experiments.bench.common import TRAINER
+from experiments.bench.common import ROOT
 
+TRAINER = ROOT / "train_rl.py"
+TINY = ROOT / "data" / "built" / "tiny" / "model"
 TIMES = (  # metrics that measure time or memory
     "seconds", "completion_seconds", "peak_rss", "rollout_bubble", "rollout_tail", "straggler",
     "reward_latency",
