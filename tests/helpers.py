@@ -52,6 +52,14 @@ def plugin(hook: str, name: str, **arguments) -> dict:
     return {hook: str(ROOT / "experiments" / "plugins" / name), f"{hook}_args": arguments}
 
 
+def one_token(texts, add_special_tokens=True):
+    """Stand in for a tokenizer in tests that look at no token."""
+    return {"input_ids": [[1] for _ in texts]}
+
+
+one_token.bos_token_id = one_token.eos_token_id = None
+
+
 def make_prompts(num: int) -> list[Prompt]:
     return [Prompt(f"prompt {i}", "1", "exact", "set") for i in range(num)]
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import datasets
 import pytest
 from conftest import SHARED_DATA as SHARED
+from helpers import one_token
 from tokenizers import AddedToken, normalizers
 
 from data import gsm8k, human_eval, random_model
@@ -85,13 +86,6 @@ def answers_of(prompts):
 
 def kinds_of(prompts):
     return [prompt.kind for prompt in prompts]
-
-
-def one_token(texts, add_special_tokens=True):
-    return {"input_ids": [[1] for _ in texts]}
-
-
-one_token.bos_token_id = one_token.eos_token_id = None
 
 
 def load_plain(settings: DataSettings, functions=()):

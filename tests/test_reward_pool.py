@@ -299,21 +299,15 @@ def test_a_function_gets_the_columns_that_its_parameters_name(own):
         ("0.8*math + 0.2*my.py:brevity", [(0.8, "math"), (0.2, "my.py:brevity")]),
         ("2 * exact+1*a+b/c d.py:f + .5*m.n:f.g", [(2, "exact"), (1, "a+b/c d.py:f"), (0.5, "m.n:f.g")]),
         ("1*gsm8k + 0*characters", [(1, "gsm8k"), (0, "characters")]),
-        ("path/my.py:f", [(1, "path/my.py:f")]),
-        ("code", [(1, "code")]),
-        ("0.8*math + brevity", "weight"),
-        ("0.8*math + my.py:f", "weight"),
-        ("0.8*math + 0.2*exct", "'exact'"),
-        ("0.8*math + 0.2*math", "another"),
-        ("0*math + 0*exact", "more than 0"),
-        ("my.py", "module:function"),
-        ("my-module:f", "module:function"),
-        ("-1*math + 1*exact", "unknown kind"),
-        ("", "unknown kind"),
+        ("path/my.py:f", [(1, "path/my.py:f")]), ("code", [(1, "code")]), ("0.8*math + brevity", "weight"),
+        ("0.8*math + my.py:f", "weight"), ("0.8*math + 0.2*exct", "'exact'"),
+        ("0.8*math + 0.2*math", "another"), ("0*math + 0*exact", "more than 0"),
+        ("my.py", "module:function"), ("my-module:f", "module:function"),
+        ("-1*math + 1*exact", "unknown kind"), ("", "unknown kind"),
         ("enviroment", "did you mean 'environment'"),
         ("0.5*environment + 0.5*math", "cannot be part of a sum"),
     ],
-)
+)  # fmt: skip
 def test_kinds_and_sums_of_kinds(kind, parts):
     if isinstance(parts, str):
         assert not is_kind(kind)

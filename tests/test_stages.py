@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, SMALL, trained
-from helpers import assert_same_run, assert_same_weights, no_history, rows_of, steps_of
+from helpers import assert_same_run, assert_same_weights, no_history, one_token, rows_of, steps_of
 
 import lifecycle
 import train_rl
@@ -281,10 +281,6 @@ def test_weights_resume_in_a_changed_stage_with_new_counters():
 
 
 # ---- prompts -----------------------------------------------------------------------------------------------
-
-
-def one_token(texts, add_special_tokens=True):
-    return {"input_ids": [[1] for _ in texts]}
 
 
 @pytest.fixture
