@@ -103,9 +103,7 @@ class ZeroVarianceSettings(Section):
     rl_zvp_coef: Positive = setting(
         0.1, "stage 3: alpha of RL-ZVP, the factor of the tokens' entropies in the advantages"
     )
-    drop: bool = setting(
-        False, "for comparison: leave groups without variance out of the update (DAPO's filter)"
-    )
+    drop: bool = setting(False, "comparison: leave groups without variance out of the update (DAPO's filter)")
     part: str | None = setting(
         None,
         "drop: the kind of a weighted mean whose scores decide whether a group has variance, for example "
@@ -198,9 +196,7 @@ class AlgorithmSettings(Section):
         "completions. sequence_sum: sum over the tokens, mean over completions (LUSPO). fixed_length: sum "
         "over the tokens divided by max_new_tokens (Dr.GRPO).",
     )  # fmt: skip
-    leave_out_cut: bool = setting(
-        False, "completions that were cut at max_new_tokens have no policy loss (DAPO)"
-    )
+    leave_out_cut: bool = setting(False, "completions cut at max_new_tokens have no policy loss (DAPO)")
     adv_norm: Literal["group_std", "mean_only"] = setting(
         "group_std",
         "group_std: divide centred rewards by the standard deviation of the group. mean_only: only subtract "
@@ -281,9 +277,7 @@ class AlgorithmSettings(Section):
         "plugins/top_entropy.py:top_entropy; null: all tokens keep their advantages",
         is_path=True,
     )
-    select_args: PluginArgs = setting(
-        {}, "keyword arguments of the select function, for example {fraction: 0.2}"
-    )
+    select_args: PluginArgs = setting({}, "arguments of the select function, for example {fraction: 0.2}")
 
 
 MICRO_BATCH_SIZES = (4096, 2048, 1024, 512)  # on CPUs; larger micro-batches are slower there
@@ -292,9 +286,7 @@ MICRO_BATCH_SIZES = (4096, 2048, 1024, 512)  # on CPUs; larger micro-batches are
 class TrainSettings(Section):
     """Length of a run, optimizer, and the composition of an update."""
 
-    num_steps: Count = setting(
-        200, "number of steps; a step is one rollout and its updates", on_resume="free"
-    )
+    num_steps: Count = setting(200, "number of steps: one rollout and its updates each", on_resume="free")
     max_generated_tokens: CountOrNull = setting(
         None,
         "stop after this many tokens over all ranks: generated tokens, plus tokens that an extra charges "
@@ -339,9 +331,7 @@ class TrainSettings(Section):
     passes_per_rollout: Count = setting(
         1, "epochs: passes over a step's completions, each with minibatches_per_step updates", per_stage=True
     )
-    learning_rate: Positive = setting(
-        1e-6, "highest learning rate of AdamW", on_resume="free", per_stage=True
-    )
+    learning_rate: Positive = setting(1e-6, "AdamW's highest learning rate", on_resume="free", per_stage=True)
     lr_schedule: Literal[
         "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
         "polynomial", "inverse_sqrt",
@@ -404,9 +394,7 @@ class EvalSettings(Section):
     every: CountOr0 = setting(
         50, "evaluate every N steps, and always at the first and last step; 0: only at the first and last"
     )
-    num_samples: CountOr0 = setting(
-        8, "k sampled completions per prompt for avg@k and pass@k; 0: greedy only"
-    )
+    num_samples: CountOr0 = setting(8, "k samples per prompt for avg@k and pass@k; 0: greedy only")
     max_new_tokens: CountOrNull = setting(
         None,
         "cut completions of evaluations at this length; null: rollout.max_new_tokens",
@@ -563,9 +551,7 @@ class RolloutSettings(Section):
         "number format of fp8 simulate. fp8: E4M3 in blocks, as in vLLM. mxfp4: 4 bits (E2M1) with a power "
         "of two as the scale of 32 values.",
     )
-    tensor_parallel: Count = setting(
-        1, "consecutive ranks that share one engine, for models that exceed one GPU"
-    )
+    tensor_parallel: Count = setting(1, "consecutive ranks that share an engine, for models beyond one GPU")
     expert_parallel: bool = setting(
         False, "the ranks of an engine hold whole experts instead of slices of every expert (GPUs)"
     )
@@ -698,9 +684,7 @@ class PromptSource(Section):
     distinct: bool = setting(
         False, "drop rows that repeat question and answer of an earlier row of this set, before the limit"
     )
-    limit: CountOrNull = setting(
-        None, "use only the first N rows, counted after the difficulty range; null: all"
-    )
+    limit: CountOrNull = setting(None, "use the first N rows, counted after the difficulty range; null: all")
     difficulty: tuple[float, float] | None = setting(
         None, "keep rows whose difficulty lies in this closed range, for example [2, 4]; null: all"
     )
@@ -929,9 +913,7 @@ class CheckpointSettings(Section):
 
     free_on_resume: ClassVar[bool] = True
 
-    every: CountOr0 = setting(
-        50, "write a checkpoint every N steps, and always at the last; 0: only at the last"
-    )
+    every: CountOr0 = setting(50, "write a checkpoint every N steps and at the last; 0: only at the last")
     keep: Count = setting(2, "number of newest checkpoints to keep")
     resume: Literal["auto", "weights", "never"] = setting(
         "auto",
@@ -961,9 +943,7 @@ class RunSettings(Section):
         gt=0,
         le=2**20,
     )
-    log_every: Count = setting(
-        10, "print a line on the console and write a group to samples.jsonl every N steps"
-    )
+    log_every: Count = setting(10, "print a console line and write a group to samples.jsonl every N steps")
     trackers: list[str] = setting(
         ["tensorboard"],
         "trackers that receive the metrics in addition to metrics.jsonl, by accelerate's names, for example "

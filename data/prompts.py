@@ -470,18 +470,23 @@ LONG_QUESTION = 8  # words; shorter questions may be part of others by chance [o
 
 
 def questions_within(inner: list[Prompt], outer: list[Prompt]) -> set[str]:
-    """Return the long questions of `inner` that are a part of a longer question of `outer`."""
-    by_start = defaultdict(set)  # {first words: questions}
+    """Return the long questions of `inner` that are a part of a longer question of `outer`.
+
+    The part is at the end, or ends a sentence: "add 3 5" is no part of "add 3 5 7".
+    """
+    by_start = defaultdict(lambda: defaultdict(set))  # {first words: {number of words: questions}}
     for task in map(task_of, inner):
-        by_start[tuple(task.split()[:LONG_QUESTION])].add(task)
+        words = tuple(task.split())
+        by_start[words[:LONG_QUESTION]][len(words)].add(words)
     found = set()
     for task in map(task_of, outer):
-        words = task.split()
+        words = tuple(task.split())
         for start in range(len(words) - LONG_QUESTION + 1):
-            for question in by_start.get(tuple(words[start : start + LONG_QUESTION]), ()):
-                rest = " ".join(words[start:])
-                if task != question and re.match(rf"{re.escape(question)}(?!\w)", rest):
-                    found.add(question)
+            for number, questions in by_start.get(words[start : start + LONG_QUESTION], {}).items():
+                part = words[start : start + number]
+                is_whole = start + number == len(words) or part[-1][-1] in ".?!:"
+                if number < len(words) and part in questions and is_whole:
+                    found.add(" ".join(part))
     return found
 
 

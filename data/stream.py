@@ -112,7 +112,7 @@ def open_ended(ids: list[int], text: str, tokenizer) -> list[int]:
     """Drop the BOS that a tokenizer adds to a text with BOS, and an EOS that it adds to the end."""
     if ids[:2] == [tokenizer.bos_token_id] * 2:
         ids = ids[1:]
-    ends = ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token)
+    ends = ids[-1:] == [tokenizer.eos_token_id] and not text.rstrip().endswith(tokenizer.eos_token)
     return ids[:-1] if ends else ids
 
 

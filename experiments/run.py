@@ -360,7 +360,7 @@ def missing_files(run: Run) -> dict[str, str]:
 def is_recipe(name: str) -> bool:
     """Tell whether prepare.sh can build the folder data/built/NAME."""
     try:
-        return bool(re.fullmatch(r"tasks_small(_\d+)?", name) or recipe_of(name))
+        return bool(re.fullmatch(r"tasks_(small|hard)(_\d+)?", name) or recipe_of(name))
     except ValueError:
         return False
 

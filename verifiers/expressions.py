@@ -407,7 +407,7 @@ def _same_number(gold, answer, float_rounding: int = 6, numeric_precision: int =
 
 def _same_matrix(gold, answer) -> bool:
     try:
-        gold, answer = gold.doit(), answer.doit()
+        gold, answer = (sympy.Matrix(side.doit()) for side in (gold, answer))  # a power has no elements
         return gold.shape == answer.shape and all(map(_same_number, gold, answer))
     except (AttributeError, TypeError, NotImplementedError):
         return False
@@ -519,10 +519,10 @@ def _real_roots(expression):
 _EVALUATED = re.compile(r"\\(?:operatorname\*?\s*\{\s*)?(?:gcd|lcm|det|b?mod)(?![A-Za-z])|\\begin\{vmatrix\}")
 
 
-# A product, a sum or a power of matrices; a letter between two matrices, as in a + tb, is a parameter.
-_MATRICES = re.compile(
-    r"\\end\{\w*matrix\}(?:[^,A-Za-z\\]|\\(?:cdot|times|left|right)(?![a-z]))*"
-    r"(?:\\begin\{\w*matrix|\^\s*\{?\s*-?\d)"
+_MATRICES = re.compile(  # a product, a sum or a power of matrices
+    r"\\end\{(?:\w*matrix|array)\}"
+    r"(?:[^,;A-Za-z\\]|\\(?:[,;:! ]|(?:cdot|times|left|right|[dt]?frac|sqrt|q?quad)(?![a-z])))*"
+    r"(?:\\begin\{(?:\w*matrix|array)|\^\s*\{?(?:\s|\\,)*-?\s*\(?\w)"
 )
 
 
@@ -534,30 +534,34 @@ def _is_unfinished(gold: list, answer: list, sums: bool) -> bool:
     may be met by sums, logarithms and functions of angles, and whatever it has itself, the answer may have.
     gold and answer: the values of parse(). sums: a sum of numbers is worked out, as in (9+1).
     """
-    expression = answer[0]
-    if isinstance(expression, sympy.Equality):  # 2 + 3 = 5
-        expression = expression.rhs
+    expression = _right_side(answer[0])
     right_side = str(answer[-1]).rpartition("=")[2]
-    for pattern in (_EVALUATED, _MATRICES):
-        if pattern.search(right_side) and not pattern.search(str(gold[-1])):
-            return True
+    patterns = (_EVALUATED,) if getattr(expression, "free_symbols", ()) else (_EVALUATED, _MATRICES)
+    if any(each.search(right_side) and not each.search(str(gold[-1])) for each in patterns):
+        return True
     if not isinstance(expression, sympy.Basic) or not isinstance(gold[0], sympy.Basic):
         return False
-    open_forms = (
-        sympy.Sum, sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Max, sympy.Min, sympy.floor,
-        sympy.ceiling,
-    )  # fmt: skip
+    open_forms = (sympy.Sum, sympy.Integral, sympy.Derivative, sympy.Limit)
     if not isinstance(gold[0], sympy.Number):
         is_open = expression.has(*open_forms) and not gold[0].has(*open_forms)
         return is_open or _has_complex_product(expression) and not _has_complex_product(gold[0])
     elementary = sympy.functions.elementary
     open_forms += (
-        sympy.Product, sympy.log,
+        sympy.Product, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling, sympy.log,
         elementary.trigonometric.TrigonometricFunction,
         elementary.trigonometric.InverseTrigonometricFunction,
         elementary.hyperbolic.HyperbolicFunction,
     )  # fmt: skip
     return expression.has(*open_forms) or not sums and expression.has(sympy.Add)
+
+
+def _right_side(expression):
+    """Return the last side of an equation or chain, 5 of S = 2 + 3 = 5, also for each element of a list."""
+    if isinstance(expression, sympy.FiniteSet | sympy.Tuple):
+        return type(expression)(*map(_right_side, expression.args))
+    if isinstance(expression, logic.And):
+        expression = expression._unsorted_args[-1]
+    return expression.rhs if isinstance(expression, sympy.Equality) else expression
 
 
 def _has_complex_product(expression) -> bool:
@@ -581,6 +585,8 @@ def _relations(expression) -> list:
         return [expression]
     is_list = isinstance(expression, sympy.FiniteSet | sympy.Tuple)
     parts = getattr(expression, "_unsorted_args", expression.args if is_list else ())
+    if parts and not is_list and all(isinstance(part, sympy.Eq) for part in parts):  # b = 2a = 6
+        return [sympy.Eq(parts[0].lhs, parts[-1].rhs, evaluate=False)]
     return [relation for part in parts for relation in _relations(part)]
 
 
@@ -649,7 +655,7 @@ def _same_region(gold: tuple, answer: tuple) -> bool:
     """Compare two values of _region(); the variable of an interval is free, as in m >= 2 and [2, oo)."""
     if None not in (gold[1], answer[1]) and gold[1] != answer[1]:
         return False
-    sets = [sympy.Union(_without_points(side[0])) for side in (gold, answer)]
+    sets = [sympy.Union(_without_points(side[0])).doit() for side in (gold, answer)]
     if sets[0] == sets[1]:
         return True
     if not all(isinstance(side, sympy.Interval | sympy.Union | sympy.FiniteSet) for side in sets):
@@ -761,18 +767,17 @@ def _quantity(text: str) -> tuple[tuple | None, Fraction, str]:
     return (dimension, power), size**power, number
 
 
-_LISTED = re.compile(r"\s*(?:[,;]|(?<![a-z])(?:and|or)(?![a-z]))[,;\s]*")
+_LISTED = re.compile(r"\s*(?:(?<!\\)[,;]|\\q?quad(?![a-z])|(?<![a-z])(?:and|or)(?![a-z]))[,;\s]*")
 
 
 @functools.lru_cache(maxsize=256)
-def _without_units(text: str) -> tuple[tuple | None, str]:
-    """Return (unit, numbers) of a list such as 3 cm or 4 cm in one unit; (None, text) of any other text."""
+def _without_units(text: str) -> tuple[set | None, str]:
+    """Return (units, numbers) of a list such as 3 cm or 4 cm; (None, text) of any other text."""
     parts = _LISTED.split(re.sub(rf"{TEXT_COMMAND}\{{([^{{}}]*)\}}", r" \1 ", text))
     quantities = [_quantity(part) for part in parts if part.strip()]
-    units = {quantity[:2] for quantity in quantities}
-    if len(quantities) < 2 or len(units) > 1 or quantities[0][0] is None or _quantity(text)[0]:
+    if len(quantities) < 2 or any(quantity[0] is None for quantity in quantities) or _quantity(text)[0]:
         return None, text
-    return units.pop(), ", ".join(number for *_, number in quantities)
+    return {quantity[:2] for quantity in quantities}, ", ".join(number for *_, number in quantities)
 
 
 def has_unit(text: str) -> bool:

@@ -52,7 +52,7 @@ _POINT = r"([A-Z]?)=?(\([^()]*,[^()]*\))"
 
 
 def _points(text: str) -> Labelled | None:
-    plain = re.sub(rf"{_SPACE}|{TEXT_COMMAND}\{{\s*(?:,|and)\s*\}}", "", text)
+    plain = re.sub(rf"{_SPACE}|{TEXT_COMMAND}\{{\s*(?:,|and)\s*\}}", "", text).removeprefix("(x,y)=")
     return re.findall(_POINT, plain) if re.fullmatch(rf"(?:{_POINT}(?:,|and)?)+", plain) else None
 
 
@@ -70,10 +70,10 @@ def _cycles(text: str) -> list[tuple[int, ...]] | None:
     if not re.fullmatch(r"(?:\( ?\d{1,4}(?: \d{1,4})+ ?\) ?)+", plain):
         return None
     cycles = [tuple(map(int, cycle.split())) for cycle in re.findall(r"\(([\d ]+)\)", plain)]
-    if len({number for cycle in cycles for number in cycle}) < sum(map(len, cycles)):
-        return None  # the order of cycles that share a number decides
     starts = [cycle.index(min(cycle)) for cycle in cycles]
-    return sorted(cycle[start:] + cycle[:start] for cycle, start in zip(cycles, starts))
+    turned = [cycle[start:] + cycle[:start] for cycle, start in zip(cycles, starts)]
+    shares = len({number for cycle in cycles for number in cycle}) < sum(map(len, cycles))
+    return turned if shares else sorted(turned)  # the order of cycles that share a number decides
 
 
 # ---- multisets: SymPy's sets drop the second 1 of {1, 1, 2} ----
@@ -100,7 +100,7 @@ _BUILDER = re.compile(  # the start of {x | x = ...}, of {k pi} and of (x = ...)
     r"|^\s*\((?=[a-z]\s*=)"
 )
 _MEMBERS = re.compile(
-    rf"(?:[,;](?![^()\[\]]*[)\]])|\\(?:lor|vee)(?![a-z])|(?<![a-z\\])(?:or|and)(?![a-z])"
+    rf"(?:[,;](?!(?:[^()\[\]]|\([^()]*\))*[)\]])|\\(?:lor|vee)(?![a-z])|(?<![a-z\\])(?:or|and)(?![a-z])"
     rf"|{TEXT_COMMAND}\{{\s*,?\s*(?:or|and)\s*\}})"
 )
 
@@ -111,10 +111,11 @@ def _family(text: str) -> Labelled | None:
     if not match:
         return None
     value = re.sub(rf"(?<![A-Za-z\\]){match['name']}(?![A-Za-z])", "n", match["value"])
+    value = re.sub(r",?\s*n\s*\\in\s*\\mathbb\s*\{?Z\}?", "", value)  # after each member
     members = [member for member in _MEMBERS.split(_BUILDER.sub("", value)) if member.strip()]
     both = [re.sub(r"\\pm(?![a-z])", sign, member) for member in members for sign in "+-"]
     parts = [member.rpartition("=") for member in dict.fromkeys(both)]
-    return [(name.strip(), formula) for name, _, formula in parts]
+    return [(re.sub(_SPACE, "", name), formula) for name, _, formula in parts]
 
 
 def _same_families(found: Labelled, gold: Labelled, matches: Comparison) -> bool:
@@ -131,8 +132,7 @@ _NOTHING = {
 }
 
 
-def nothing_of(text: str) -> str | None:
-    """Return "no solution" or "no limit" if a text says so in words or signs."""
+def _nothing(text: str) -> str | None:
     words = re.sub(rf"{TEXT_COMMAND}|(?<!\\)[{{}}]|{_SPACE}", " ", text).split()
     text = " ".join(words).strip(" .").lower()
     return next((name for name, pattern in _NOTHING.items() if re.fullmatch(pattern, text)), None)
@@ -140,15 +140,19 @@ def nothing_of(text: str) -> str | None:
 
 def _yes_or_no(text: str) -> tuple[str, str] | None:
     """Return yes, no, true or false at the start of a clause, and the rest; None if the opposite follows."""
-    words = re.sub(rf"{TEXT_COMMAND}|[{{}}$*]", " ", text).strip().lower()
-    match = re.match(r"(yes|no|true|false)\s*(?:[,.;:]|\Z)", words)
-    others = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
-    is_clear = match and not re.search(rf"\b{others[match[1]]}\b", words)
-    return (match[1], words[match.end() :]) if is_clear else None
+    words = re.sub(rf"{TEXT_COMMAND}|[{{}}$*]", " ", text).strip()
+    match = re.match(r"(yes|no|true|false)\s*(?:[,.;:]|\Z)", words, re.IGNORECASE)
+    if not match:
+        return None
+    first = match[1].lower()
+    other = {"yes": "no", "no": "yes", "true": "false", "false": "true"}[first]
+    return None if re.search(rf"\b{other}\b", words.lower()) else (first, words[match.end() :])
 
 
-def _same_first_word(found: tuple[str, str], gold: tuple[str, str], matches: Comparison) -> bool | None:
-    return None if re.search(r"[\d=]", gold[1]) else found[0] == gold[0]  # None: yes, x = 5
+def _same_first_word(found: tuple[str, str], gold: tuple[str, str], matches: Comparison) -> bool:
+    """Compare the words, and what follows if it has a value, as in yes, x = 5, and is no explanation."""
+    has_value = re.search(r"[\d=]", gold[1]) and not re.match(r"\s*(?:because|since|as|for)\b", gold[1])
+    return found[0] == gold[0] and (not has_value or matches(found[1].strip(), gold[1].strip()))
 
 
 _FORMS: tuple[tuple[Callable, Callable], ...] = (
@@ -157,6 +161,6 @@ _FORMS: tuple[tuple[Callable, Callable], ...] = (
     (_cycles, _is_same),
     (_elements, _same_elements),
     (_family, _same_families),
-    (nothing_of, _is_same),
+    (_nothing, _is_same),
     (_yes_or_no, _same_first_word),
 )

@@ -23,7 +23,7 @@ from verifiers.expressions import (
     same,
     undressed,
 )
-from verifiers.forms import decide, nothing_of
+from verifiers.forms import decide
 
 MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; answers of MATH-500 have at most 53
 MAX_COMPARED_CHARS = 600  # of an expression; longer ones are compared as text, without math-verify
@@ -41,7 +41,7 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     characters is compared: the one after "the answer is", else the last. Words, times of day, and answers
     that math-verify cannot parse are compared as text, and require a box.
     """
-    answer = undressed(answer)
+    answer = undressed(_in_latin(answer, is_prose=False))
     matches = _comparison(answer)
     if matches is not equal and not _is_text(answer):
         return (
@@ -63,9 +63,7 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
         return 0.0, "no_answer", ""
     if sum(map(len, contents)) > MAX_PARSED_CHARS:
         return 0.0, "wrong", ""
-    if matches is equal:
-        contents = list(map(_in_latin, contents))
-    contents = [undressed(content) for content in contents]
+    contents = [undressed(_in_latin(content, is_prose=False)) for content in contents]
     joined = ", ".join(contents)
     if too_large(joined) or too_large(answer):
         is_right = normal_text(joined) == normal_text(answer)
@@ -191,18 +189,40 @@ _CLOSING_WORD = re.compile(
 _LETTERS = r"[\u0400-\u052f\u0590-\u1cff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]"
 _FOREIGN = re.compile(rf"(?<!{_LETTERS}){_LETTERS}++(?:\s++{_LETTERS}++)*+(?![^{{}}]*\}})")
 _FOREIGN_ANSWER = re.compile(
-    rf"(?:(?<![回解])答案?|答え|답|[Оо]твет|الجواب|الإجابة|उत्तर|คำตอบ)(?:{_LETTERS}|[\s:]){{0,20}}"
+    rf"(?:答案(?=[是为為即:\s$*\d])|(?<!{_LETTERS})答(?=:)|答え(?=[はが:])|(?<!{_LETTERS})정?답(?=[은이\s:])"
+    rf"|(?<!{_LETTERS})[Оо]твет(?!{_LETTERS})|الجواب|الإجابة|उत्तर(?=\s*:)|คำตอบ)(?:{_LETTERS}|[\s:])"
+    + "{0,20}"
 )
 _FULL_WIDTH = str.maketrans("：，；！？（）", ":,;!?()")
+_LINKS = dict.fromkeys("或 或者 和 与 及 且 と または 또는 와 과 и или أو و या और".split(), " or ") | {
+    "、": ", "
+}
+# Words that change a number: 5万 is 50,000, 负5 is -5, 不是5 is not 5.
+_CHANGES = re.compile(
+    rf"[万亿千百만억천负負不非零]|大于|小于|至少|至多|тыс|млн|милл|(?<!{_LETTERS})не(?!{_LETTERS})|больш|меньш"
+    "|ألف|ليس"
+)
 
 
-def _in_latin(text: str) -> str:
-    """Replace words of other scripts by semicolons, and words for "the answer is" by these."""
-    text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)
-    if not (re.search(_LETTERS, text) and re.search(r"[0-9A-Za-z]", text)):
+def _in_latin(text: str, is_prose: bool) -> str:
+    """Write digits, signs, "and" and "or" of other scripts as in English; in prose also "the answer is".
+
+    Other words of prose become a sign that ends a clause, unless they may change a number.
+    """
+    if text.isascii() or not re.search(rf"{_LETTERS}|[\uff00-\uffef]", text) or not re.search(r"\w", text):
         return text
-    text = _FOREIGN_ANSWER.sub("\nThe answer is ", text.translate(_FULL_WIDTH))
-    return _FOREIGN.sub(" ; ", text).strip(" ;")
+    text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text.translate(_FULL_WIDTH))
+    if is_prose:
+        text = _FOREIGN_ANSWER.sub(
+            lambda match: "\nThe answer is " + "".join(_CHANGES.findall(match[0])), text
+        )
+
+    def in_english(match: re.Match) -> str:
+        words = match[0]
+        linked = _LINKS.get(words.strip("\u3002 "))
+        return linked or (" `\n" if is_prose and not _CHANGES.search(words) else words)
+
+    return _FOREIGN.sub(in_english, text).strip(" `\u3002")
 
 
 def unboxed_answer(completion: str, is_math: bool) -> str:
@@ -217,14 +237,14 @@ def unboxed_answer(completion: str, is_math: bool) -> str:
         tail = "".join(tail.split(maxsplit=1)[1:])
     if tagged := _TAGGED.search(tail):
         tail = (tagged[1] or tagged[2] or "").strip()
-    tail = re.sub(r"\b(?:negative|minus)\s+(?=\d)", "-", _in_latin(tail) if is_math else tail)
+    tail = re.sub(r"\b(?:negative|minus)\s+(?=\d)", "-", _in_latin(tail, is_prose=True) if is_math else tail)
     for anchor in reversed(list(_ANCHOR.finditer(tail))):
         rest = _after_opening_words(tail[anchor.end() :])
         match = _DELIMITED.match(rest)
         if match and _is_math_text(match):
             return _list_of_math(rest, [match])
         answer = _in_clause(rest)
-        if answer and not (is_math and _is_remark(answer)):
+        if answer and not (is_math and _REMARK.match(answer)):
             return answer
     is_short = tagged or len(tail.split()) < 4 and not re.search(r"\d", tail)
     is_prose = len(tail) > 40 and _PROSE.search(tail)
@@ -233,9 +253,11 @@ def unboxed_answer(completion: str, is_math: bool) -> str:
     return _last_expression(tail)
 
 
-def _is_remark(text: str) -> bool:
-    """Tell whether a text is words that stand for no mathematics: "helpful", and not "infinity"."""
-    return _has_only_words(text) and nothing_of(text) is None and "infin" not in text.lower()
+_REMARK = re.compile(  # "I hope this answer is helpful!"
+    r"(?:\w+ly |very |also )?(?:acceptable|accurate|clear|complete|consistent|correct|final|fine|good|helpful"
+    r"|okay|reasonable|right|satisfactory|sufficient|understandable|unique|useful|valid|wrong)\b",
+    re.IGNORECASE,
+)
 
 
 _LAST_CHOICE = re.compile(r"\b[Aa]nswer(?:\s+is)?\s*:?[\s*]*\(?([A-J])\)?[\s.*]*\Z")
@@ -452,12 +474,17 @@ def _is_labelled(content: str, answer: str) -> bool:
     return bool(letter and text) and equal(text, answer)
 
 
-_SECOND_CHOICE = re.compile(r"(?:[,;/&\s]|and\b|or\b)+\(?[A-J]\)?(?![A-Za-z'])")
+# (A) and (B), (A) 12 or (B) 13; but (D) both (A) and (B)
+_SECOND_CHOICE = re.compile(
+    r"(?:[,;/&+\s]|and\b|or\b)+(?:[A-HJ]|I(?! +[a-z]))(?![A-Za-z'])"
+    r"|(?!\W*(?:both|all|none|either|neither|only|statements?|options?|choices?)\b).*\([A-J]\)",
+    re.IGNORECASE,
+)
 
 
 def _matches_choice(content: str, answer: str) -> bool:
     letter, text = _choice_of(content)
-    if letter and _SECOND_CHOICE.match(text):  # (A) and (B)
+    if letter and _SECOND_CHOICE.match(text):
         return False
     return letter == _choice_of(answer)[0] if letter else _matches_words(content, answer)
 
