@@ -312,16 +312,16 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 3850,
-    "lines of Python, data": 4474,
+    "lines of Python, data": 4479,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8460,
+    "lines of Python, experiments": 8453,
     "lines of Python, extras": 1956,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5099,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11543,
-    "lines of Python, verifiers": 3890,
+    "lines of Python, the root": 11522,
+    "lines of Python, verifiers": 3921,
 }
 
 
