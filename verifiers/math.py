@@ -190,13 +190,11 @@ _LETTERS = r"[\u0400-\u052f\u0590-\u1cff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]
 _FOREIGN = re.compile(rf"(?<!{_LETTERS}){_LETTERS}++(?:\s++{_LETTERS}++)*+(?![^{{}}]*\}})")
 _FOREIGN_ANSWER = re.compile(
     rf"(?:答案(?=[是为為即:\s$*\d])|(?<!{_LETTERS})答(?=:)|答え(?=[はが:])|(?<!{_LETTERS})정?답(?=[은이\s:])"
-    rf"|(?<!{_LETTERS})[Оо]твет(?!{_LETTERS})|الجواب|الإجابة|उत्तर(?=\s*:)|คำตอบ)(?:{_LETTERS}|[\s:])"
-    + "{0,20}"
+    rf"|(?<!{_LETTERS})[Оо]твет(?!{_LETTERS})|الجواب|الإجابة|उत्तर(?=\s*:)|คำตอบ)"
+    rf"(?:{_LETTERS}|[\s:]){{0,20}}"
 )
-_FULL_WIDTH = str.maketrans("：，；！？（）", ":,;!?()")
-_LINKS = dict.fromkeys("或 或者 和 与 及 且 と または 또는 와 과 и или أو و या और".split(), " or ") | {
-    "、": ", "
-}
+_FULL_WIDTH = str.maketrans("：，；！？（）、", ":,;!?(),")
+_LINKS = frozenset("或 或者 和 与 及 且 と または 또는 와 과 и или أو و या और".split())  # "and", "or"
 # Words that change a number: 5万 is 50,000, 负5 is -5, 不是5 is not 5.
 _CHANGES = re.compile(
     rf"[万亿千百만억천负負不非零]|大于|小于|至少|至多|тыс|млн|милл|(?<!{_LETTERS})не(?!{_LETTERS})|больш|меньш"
@@ -213,14 +211,13 @@ def _in_latin(text: str, is_prose: bool) -> str:
         return text
     text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text.translate(_FULL_WIDTH))
     if is_prose:
-        text = _FOREIGN_ANSWER.sub(
-            lambda match: "\nThe answer is " + "".join(_CHANGES.findall(match[0])), text
-        )
+        changes = lambda match: "".join(_CHANGES.findall(match[0]))
+        text = _FOREIGN_ANSWER.sub(lambda match: f"\nThe answer is {changes(match)}", text)
 
     def in_english(match: re.Match) -> str:
-        words = match[0]
-        linked = _LINKS.get(words.strip("\u3002 "))
-        return linked or (" `\n" if is_prose and not _CHANGES.search(words) else words)
+        if match[0] in _LINKS:
+            return " or "
+        return " `\n" if is_prose and not _CHANGES.search(match[0]) else match[0]
 
     return _FOREIGN.sub(in_english, text).strip(" `\u3002")
 
