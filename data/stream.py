@@ -300,6 +300,7 @@ def set_lines(prompt_set: PromptSet, num_prompts: int, num_held_out: int = 0) ->
     first = prompt_set.rows[0].prompt
     for name in {"options", "choices"} & first.columns.keys():
         values = first.columns[name]
+        values = values.get("text") if isinstance(values, dict) else values  # as in ARC
         if isinstance(values, list) and not any(str(value) in first.text for value in values):
             lines.append(
                 f"warning: {source.place}: the column {name!r} is not part of the prompt, so the policy does "

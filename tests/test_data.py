@@ -1048,6 +1048,15 @@ def test_copies_of_a_row_are_counted_and_dropped_on_request(tmp_path):
     assert texts_of(load_prompts(path, distinct=True, limit=2)) == ["a b", "c"]
 
 
+def test_options_outside_of_the_prompt_are_warned_of(tmp_path):
+    for options in (["red", "blue"], {"text": ["red", "blue"], "label": ["A", "B"]}):
+        for prompt, is_warned in (("Which?", True), ("Which? A: red B: blue", False)):
+            row = {"prompt": prompt, "answer": "A", "choices": options}
+            path = write_lines(tmp_path / "options.jsonl", [row])
+            notes = load_plain(DataSettings(train=[{"path": str(path)}])).notes
+            assert is_warned == any("'choices'" in note for note in notes)
+
+
 # ---- check_disjoint, save_prompts --------------------------------------------------------------------------
 
 

@@ -312,7 +312,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 3850,
-    "lines of Python, data": 4479,
+    "lines of Python, data": 4480,
     "lines of Python, examples": 75,
     "lines of Python, experiments": 8453,
     "lines of Python, extras": 1956,
@@ -321,7 +321,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
     "lines of Python, the root": 11522,
-    "lines of Python, verifiers": 3921,
+    "lines of Python, verifiers": 3920,
 }
 
 

@@ -268,14 +268,14 @@ _TRANSPOSED = re.compile(r"\^\s*\{?\s*(?:T|\\top|\\intercal)(?![A-Za-z])")
 def with_cases_apart(*texts: str) -> list[str]:
     r"""Rename the capital letters of formulas that also have the small letter: M - m is not 0.
 
-    latex2sympy turns capitals into small letters. A text with I and without i would become imaginary.
+    latex2sympy turns capitals into small letters. Texts with I and without i would become imaginary.
     """
     found = [{name for name in _LETTERS.findall(text) if "{" not in name} for text in texts]
     used = set().union(*found)
     apart = {name for names in found for name in names if name != name.lower() and name.lower() in names}
     unused = iter([letter for letter in "zyxqpobruw" if not {letter, letter.upper()} & used])
     renamed = {name: next(unused, name) for name in sorted(apart)}
-    if "I" in found[-1] and "i" not in found[-1]:
+    if "I" in used and "i" not in used:
         renamed |= dict.fromkeys("Ii", next(unused, "I"))
     return [_LETTERS.sub(lambda match: renamed.get(match[0], match[0]), text) for text in texts]
 
@@ -317,7 +317,7 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
     if "=" not in gold:
         text = re.sub(r"^\s*[A-Za-z]\([^()=]*\)\s*=", "", text)  # f(3) = 17
     if "mod" not in gold:
-        text = re.sub(r"(?<=\d)\s*(?:\\pmod|\(\s*\\?b?mod)(?![a-z]).*$", "", text)  # 9 \pmod{26}
+        text = re.sub(r"(?<=\d)\s*(?:\\pmod|\(\s*\\?b?mod)(?![a-z])[^,;]*$", "", text)  # 9 \pmod{26}
     if "_" not in gold:
         text = re.sub(r"\b([a-z])_\{?\d\}?(?=\s*=)", r"\1", text)  # x_1 = 2, x_2 = -3
     functions = [re.match(r"\s*([a-z])\(([a-z])\)\s*=", side) for side in (gold, text)]
