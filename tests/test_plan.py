@@ -41,18 +41,11 @@ from runtime.memory import (
 
 CONFIGS = sorted((ROOT / "experiments" / "models").glob("*.yaml"))
 PUBLISHED = {  # parameters according to the safetensors of the model cards, a tied head counted once
-    "Qwen3-0.6B": 596_049_920,
-    "Qwen3-4B": 4_022_468_096,
-    "Qwen3-8B": 8_190_735_360,
-    "Qwen3-32B": 32_762_123_264,
-    "Qwen3-30B-A3B": 30_532_122_624,
-    "Qwen3-235B-A22B": 235_093_634_560,
-    "Qwen2.5-0.5B-Instruct": 494_032_768,
-    "Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen2.5-3B": 3_085_938_688,
-    "granite-3.1-1b-a400m-instruct": 1_334_628_352,
-    "granite-3.1-3b-a800m-instruct": 3_298_793_472,
-}
+    "Qwen3-0.6B": 596_049_920, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264, "Qwen3-30B-A3B": 30_532_122_624, "Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen2.5-0.5B-Instruct": 494_032_768, "Qwen2.5-1.5B": 1_543_714_304, "Qwen2.5-3B": 3_085_938_688,
+    "granite-3.1-1b-a400m-instruct": 1_334_628_352, "granite-3.1-3b-a800m-instruct": 3_298_793_472,
+}  # fmt: skip
 
 
 def make_task(
