@@ -1023,9 +1023,7 @@ def check_supported(config: PretrainedConfig) -> None:
     """Raise ValueError for a model that this file would compute differently from its authors."""
     if config.model_type not in FAMILIES:
         known_types = ", ".join(map(repr, FAMILIES))
-        raise ValueError(
-            f"model not supported: model_type is {config.model_type!r}, supported are {known_types}"
-        )
+        raise ValueError(f"model_type {config.model_type!r} is not supported, supported are {known_types}")
     rope_type = config.rope_parameters["rope_type"]
     values = vars(config)
     # vLLM applies a sliding window that config.json names, whatever the family.
@@ -1046,7 +1044,7 @@ def check_supported(config: PretrainedConfig) -> None:
         problems.append(f"rope_type is {rope_type!r}, supported are 'default' and 'llama3'")
     if getattr(config, "quantization_config", None):
         problems.append(
-            "the weights are quantised (quantization_config); take the folder with bfloat16 weights"
+            "the weights are quantised (quantization_config); take a folder with bfloat16 weights"
         )
     if problems:
         raise ValueError("model not supported: " + "; ".join(problems))
@@ -1259,9 +1257,7 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
     for name, view, owner in tensors:
         in_file = files[name].get_slice(name)
         if in_file.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise ValueError(
-                f"{folder}: {name} has dtype {in_file.get_dtype()}; take a checkpoint in bfloat16"
-            )
+            raise ValueError(f"{folder}: {name} has dtype {in_file.get_dtype()}; take weights in bfloat16")
         shape = tuple(in_file.get_shape())
         expected = shape_in_file(policy, view, owner)
         if shape != expected:

@@ -293,9 +293,7 @@ class RolloutEngine:
         self.is_capturing = scheduler.enable_return_routed_experts = on
         self.llm.collective_rpc(switch_capture_in_worker, args=(on,))
         if on and not self.llm.reset_prefix_cache():
-            raise RuntimeError(
-                "the prefix cache could not be reset, and its prefixes have no captured routes"
-            )
+            raise RuntimeError("the prefix cache could not be reset; its prefixes have no captured routes")
 
     def step(self) -> list:
         """Take one step of vLLM and return the finished requests; RuntimeError if vLLM raises any error."""

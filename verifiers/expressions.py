@@ -12,6 +12,7 @@ import functools
 import logging
 import re
 import unicodedata
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 from verifiers.lazy import LazyModule
@@ -296,10 +297,11 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
     if ends_in_variable(answer, is_gold=True):
         content = re.sub(rf"{TEXT_COMMAND}\{{(?!\s*[ei]\s*\}})[^{{}}]*\}}(?:\^\{{?\d\}}?)?$", "", content)
         return same(parse(answer, whole=True, units=False), parse(content, units=False), sums)
-    lists = [_without_units(text) for text in (answer, content)]
-    if None not in (lists[0][0], lists[1][0]) and lists[0][0] != lists[1][0]:
-        return False
-    quantities = [_quantity(text) for _, text in lists]
+    gold_list, found_list = _quantities(answer), _quantities(content)
+    if gold_list and found_list:
+        return pair_up(found_list, gold_list, lambda *pair: pair[0][0] == pair[1][0] and _same_quantity(pair))
+    texts = ((answer, gold_list), (content, found_list))
+    quantities = [_quantity(", ".join(each[2] for each in listed) or text) for text, listed in texts]
     (gold_dimension, gold_size, gold), (dimension, size, text) = quantities
     if gold_dimension and dimension:
         if gold_dimension != dimension:
@@ -324,6 +326,9 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
     if None not in functions and functions[0][1] == functions[1][1] and functions[0][2] not in text:
         variable = rf"(?<![A-Za-z\\]){functions[1][2]}(?![A-Za-z])"  # f(t) = t^2 is f(x) = x^2
         text = re.sub(variable, functions[0][2], text)
+    calls = [re.fullmatch(r"\s*([A-Za-z]\(-?\d+\))\s*=([^,]*)", side) for side in (gold, text)]
+    if None not in calls and calls[0][1] == calls[1][1]:  # f(0) = 1, which math-verify cannot compare
+        gold, text = (match[2] for match in calls)
     decimals = [re.fullmatch(r"(-?\d+)(\.|,|\{,\})(\d{1,2}|\d{4,})", side.strip()) for side in (gold, text)]
     if None not in decimals and (decimals[0][2] == ".") != (decimals[1][2] == "."):  # 2,74 and 2.74
         gold, text = (f"{match[1]}.{match[3]}" for match in decimals)
@@ -771,13 +776,25 @@ _LISTED = re.compile(r"\s*(?:(?<!\\)[,;]|\\q?quad(?![a-z])|(?<![a-z])(?:and|or)(
 
 
 @functools.lru_cache(maxsize=256)
-def _without_units(text: str) -> tuple[set | None, str]:
-    """Return (units, numbers) of a list such as 3 cm or 4 cm; (None, text) of any other text."""
+def _quantities(text: str) -> list[tuple]:
+    """Return _quantity() of each element of a list such as 3 cm or 4 cm; [] for any other text."""
     parts = _LISTED.split(re.sub(rf"{TEXT_COMMAND}\{{([^{{}}]*)\}}", r" \1 ", text))
     quantities = [_quantity(part) for part in parts if part.strip()]
-    if len(quantities) < 2 or any(quantity[0] is None for quantity in quantities) or _quantity(text)[0]:
-        return None, text
-    return {quantity[:2] for quantity in quantities}, ", ".join(number for *_, number in quantities)
+    is_list = (
+        len(quantities) > 1 and all(dimension for dimension, *_ in quantities) and not _quantity(text)[0]
+    )
+    return quantities if is_list else []
+
+
+def pair_up(found: list, gold: list, is_pair: Callable) -> bool:
+    """Tell whether each part of the reference has a part of its own, in any order, and none is left."""
+    rest = list(found)
+    for part in gold:
+        partner = next((each for each in rest if is_pair(each, part)), None)
+        if partner is None:
+            return False
+        rest.remove(partner)
+    return not rest
 
 
 def has_unit(text: str) -> bool:
@@ -786,7 +803,7 @@ def has_unit(text: str) -> bool:
     return dimension is not None and is_math(parse(number.removeprefix(_COMPOUND), whole=True))
 
 
-def _same_quantity(quantities: list[tuple]) -> bool:
+def _same_quantity(quantities: Iterable[tuple]) -> bool:
     """Compare 1 km with 1000 m."""
     sides = []
     for _, size, number in quantities:

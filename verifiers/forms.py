@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from verifiers.expressions import TEXT_COMMAND
+from verifiers.expressions import TEXT_COMMAND, pair_up
 
 Comparison = Callable[[str, str], bool]  # of a part of the completion with a part of the reference
 Labelled = list[tuple[str, str]]  # (label, value); a label may be ""
@@ -25,17 +25,6 @@ def decide(content: str, answer: str, matches: Comparison) -> bool | None:
 
 def _is_same(found, gold, matches: Comparison) -> bool:
     return found == gold
-
-
-def _pair_up(found: list, gold: list, is_pair: Callable) -> bool:
-    """Tell whether each part of the reference has a part of its own, in any order, and none is left."""
-    rest = list(found)
-    for part in gold:
-        partner = next((each for each in rest if is_pair(each, part)), None)
-        if partner is None:
-            return False
-        rest.remove(partner)
-    return not rest
 
 
 # ---- lists with labels: (a) 3 (b) 4, and points such as P(0, 3), Q = (4, 0) ----
@@ -61,7 +50,7 @@ def _same_parts(found: Labelled, gold: Labelled, matches: Comparison) -> bool | 
         return None  # points without labels
     if len(gold) == len(found) == 1 and not found[0][0]:
         return matches(found[0][1], gold[0][1])
-    return _pair_up(found, gold, lambda each, part: each[0] == part[0] and matches(each[1], part[1]))
+    return pair_up(found, gold, lambda each, part: each[0] == part[0] and matches(each[1], part[1]))
 
 
 # ---- permutations in cycles: (1 3 2) is (3 2 1) ----
@@ -85,7 +74,7 @@ def _elements(text: str) -> list[str] | None:
 def _same_elements(found: list[str], gold: list[str], matches: Comparison) -> bool | None:
     if len(set(gold)) == len(gold):
         return None  # a set, in which the completion may repeat an element
-    return _pair_up(found, gold, matches)
+    return pair_up(found, gold, matches)
 
 
 # ---- families: x = k pi, k in Z; the name of the parameter is free ----
@@ -100,7 +89,7 @@ _BUILDER = re.compile(  # the start of {x | x = ...}, of {k pi} and of (x = ...)
     r"|^\s*\((?=[a-z]\s*=)"
 )
 _MEMBERS = re.compile(
-    rf"(?:[,;](?!(?:[^()\[\]]|\([^()]*\))*[)\]])|\\(?:lor|vee)(?![a-z])|(?<![a-z\\])(?:or|and)(?![a-z])"
+    rf"(?:(?<!\\)[,;](?!(?:[^()\[\]]|\([^()]*\))*[)\]])|\\(?:lor|vee)(?![a-z])|(?<![a-z\\])(?:or|and)(?![a-z])"
     rf"|{TEXT_COMMAND}\{{\s*,?\s*(?:or|and)\s*\}})"
 )
 
@@ -115,14 +104,15 @@ def _family(text: str) -> Labelled | None:
     members = [member for member in _MEMBERS.split(_BUILDER.sub("", value)) if member.strip()]
     both = [re.sub(r"\\pm(?![a-z])", sign, member) for member in members for sign in "+-"]
     parts = [member.rpartition("=") for member in dict.fromkeys(both)]
-    return [(re.sub(_SPACE, "", name), formula) for name, _, formula in parts]
+    edges = re.compile(f"^{_SPACE}+|{_SPACE}+$")
+    return [(re.sub(_SPACE, "", name), edges.sub("", formula)) for name, _, formula in parts]
 
 
 def _same_families(found: Labelled, gold: Labelled, matches: Comparison) -> bool:
     """Compare members in any order; the names count if there are several, as in x = 5t, y = 2t."""
     if len({name for name, _ in gold} - {""}) > 1:
-        return _pair_up(found, gold, lambda each, part: each[0] == part[0] and matches(each[1], part[1]))
-    return _pair_up(found, gold, lambda each, part: matches(each[1], part[1]))
+        return pair_up(found, gold, lambda each, part: each[0] == part[0] and matches(each[1], part[1]))
+    return pair_up(found, gold, lambda each, part: matches(each[1], part[1]))
 
 
 # ---- words ----
@@ -139,9 +129,9 @@ def _nothing(text: str) -> str | None:
 
 
 def _yes_or_no(text: str) -> tuple[str, str] | None:
-    """Return yes, no, true or false at the start of a clause, and the rest; None if the opposite follows."""
+    """Return yes, no, true or false at the start of a clause, and what follows; None if the opposite does."""
     words = re.sub(rf"{TEXT_COMMAND}|[{{}}$*]", " ", text).strip()
-    match = re.match(r"(yes|no|true|false)\s*(?:[,.;:]|\Z)", words, re.IGNORECASE)
+    match = re.match(r"(yes|no|true|false)\s*(?=[,.;:]|\Z)", words, re.IGNORECASE)
     if not match:
         return None
     first = match[1].lower()
@@ -150,9 +140,12 @@ def _yes_or_no(text: str) -> tuple[str, str] | None:
 
 
 def _same_first_word(found: tuple[str, str], gold: tuple[str, str], matches: Comparison) -> bool:
-    """Compare the words, and what follows if it has a value, as in yes, x = 5, and is no explanation."""
-    has_value = re.search(r"[\d=]", gold[1]) and not re.match(r"\s*(?:because|since|as|for)\b", gold[1])
-    return found[0] == gold[0] and (not has_value or matches(found[1].strip(), gold[1].strip()))
+    """Compare the words, and the value after one, as in yes, x = 5; an explanation is no value."""
+    has_value = re.search(r"[\d=]", gold[1]) and not re.match(r"\.|\W*(?:because|since|as|for)\b", gold[1])
+    lead = re.compile(r"^(?:\W|(?:because|since|as|for|with|it is)\b)+")
+    return found[0] == gold[0] and (
+        not has_value or matches(*(lead.sub("", end) for _, end in (found, gold)))
+    )
 
 
 _FORMS: tuple[tuple[Callable, Callable], ...] = (

@@ -189,15 +189,15 @@ _CLOSING_WORD = re.compile(
 _LETTERS = r"[\u0400-\u052f\u0590-\u1cff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]"
 _FOREIGN = re.compile(rf"(?<!{_LETTERS}){_LETTERS}++(?:\s++{_LETTERS}++)*+(?![^{{}}]*\}})")
 _FOREIGN_ANSWER = re.compile(
-    rf"(?:答案(?=[是为為即:\s$*\d])|(?<!{_LETTERS})答(?=:)|答え(?=[はが:])|(?<!{_LETTERS})정?답(?=[은이\s:])"
-    rf"|(?<!{_LETTERS})[Оо]твет(?!{_LETTERS})|الجواب|الإجابة|उत्तर(?=\s*:)|คำตอบ)"
+    rf"(?:答案(?=[是为為即:])|(?<!{_LETTERS})答(?=:)|答え(?=[は:])|(?<!{_LETTERS})정?답(?=[은이\s:])"
+    rf"|(?<!{_LETTERS})[Оо]твет(?!{_LETTERS})|(?:الجواب|الإجابة)(?=\s*(?:هو|هي|:))|उत्तर(?=\s*:)|คำตอบ)"
     rf"(?:{_LETTERS}|[\s:]){{0,20}}"
 )
 _FULL_WIDTH = str.maketrans("：，；！？（）、", ":,;!?(),")
 _LINKS = frozenset("或 或者 和 与 及 且 と または 또는 와 과 и или أو و या और".split())  # "and", "or"
 # Words that change a number: 5万 is 50,000, 负5 is -5, 不是5 is not 5.
 _CHANGES = re.compile(
-    rf"[万亿千百만억천负負不非零]|大于|小于|至少|至多|тыс|млн|милл|(?<!{_LETTERS})не(?!{_LETTERS})|больш|меньш"
+    rf"[万亿千百만억천负負不非零]|大于|小于|至少|至多|分之|之间|(?<!得)到|以[下上内]|左右|可能|тыс|млн|милл|(?<!{_LETTERS})не(?!{_LETTERS})|больш|меньш"
     "|ألف|ليس"
 )
 
@@ -241,7 +241,9 @@ def unboxed_answer(completion: str, is_math: bool) -> str:
         if match and _is_math_text(match):
             return _list_of_math(rest, [match])
         answer = _in_clause(rest)
-        if answer and not (is_math and _REMARK.match(answer)):
+        if is_math and _REMARK.match(answer):
+            tail = tail[: anchor.start()]
+        elif answer:
             return answer
     is_short = tagged or len(tail.split()) < 4 and not re.search(r"\d", tail)
     is_prose = len(tail) > 40 and _PROSE.search(tail)
@@ -474,7 +476,7 @@ def _is_labelled(content: str, answer: str) -> bool:
 # (A) and (B), (A) 12 or (B) 13; but (D) both (A) and (B)
 _SECOND_CHOICE = re.compile(
     r"(?:[,;/&+\s]|and\b|or\b)+(?:[A-HJ]|I(?! +[a-z]))(?![A-Za-z'])"
-    r"|(?!\W*(?:both|all|none|either|neither|only|statements?|options?|choices?)\b).*\([A-J]\)",
+    r"|[^()A-Za-z]*(?:and|or)?\s*\([A-J]\)",
     re.IGNORECASE,
 )
 
