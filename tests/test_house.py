@@ -315,12 +315,12 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, data": 4480,
     "lines of Python, examples": 75,
     "lines of Python, experiments": 8453,
-    "lines of Python, extras": 1956,
+    "lines of Python, extras": 1953,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5099,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11514,
+    "lines of Python, the root": 11516,
     "lines of Python, verifiers": 3930,
 }
 
