@@ -541,7 +541,8 @@ def _is_unfinished(gold: list, answer: list, sums: bool) -> bool:
     """
     expression = _right_side(answer[0])
     right_side = str(answer[-1]).rpartition("=")[2]
-    patterns = (_EVALUATED,) if getattr(expression, "free_symbols", ()) else (_EVALUATED, _MATRICES)
+    has_letters = getattr(expression, "free_symbols", ())  # a + tb is a line in space, and worked out
+    patterns = (_EVALUATED,) if has_letters else (_EVALUATED, _MATRICES)
     if any(each.search(right_side) and not each.search(str(gold[-1])) for each in patterns):
         return True
     if not isinstance(expression, sympy.Basic) or not isinstance(gold[0], sympy.Basic):
@@ -780,10 +781,8 @@ def _quantities(text: str) -> list[tuple]:
     """Return _quantity() of each element of a list such as 3 cm or 4 cm; [] for any other text."""
     parts = _LISTED.split(re.sub(rf"{TEXT_COMMAND}\{{([^{{}}]*)\}}", r" \1 ", text))
     quantities = [_quantity(part) for part in parts if part.strip()]
-    is_list = (
-        len(quantities) > 1 and all(dimension for dimension, *_ in quantities) and not _quantity(text)[0]
-    )
-    return quantities if is_list else []
+    has_units = all(dimension for dimension, *_ in quantities)
+    return quantities if len(quantities) > 1 and has_units and not _quantity(text)[0] else []
 
 
 def pair_up(found: list, gold: list, is_pair: Callable) -> bool:
