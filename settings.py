@@ -286,7 +286,9 @@ MICRO_BATCH_SIZES = (4096, 2048, 1024, 512)  # on CPUs; larger micro-batches are
 class TrainSettings(Section):
     """Length of a run, optimizer, and the composition of an update."""
 
-    num_steps: Count = setting(200, "number of steps: one rollout and its updates each", on_resume="free")
+    num_steps: Count = setting(
+        200, "number of steps; a step is one rollout and its updates", on_resume="free"
+    )
     max_generated_tokens: CountOrNull = setting(
         None,
         "stop after this many tokens over all ranks: generated tokens, plus tokens that an extra charges "

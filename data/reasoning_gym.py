@@ -225,7 +225,9 @@ def make_sets(
     for task, level in pairs:
         config_of(task, level)  # all errors of names and levels before the first row
     if num_train < len(pairs) or num_test < len(pairs):
-        raise ValueError(f"--rows {num_train}, --test {num_test}: {len(pairs)} tasks and levels need rows")
+        raise ValueError(
+            f"--rows {num_train}, --test {num_test}: each of {len(pairs)} tasks and levels needs rows"
+        )
     prompts: set[str] = set()
     parts = []
     lines = []

@@ -298,7 +298,7 @@ def set_lines(prompt_set: PromptSet, num_prompts: int, num_held_out: int = 0) ->
     line = f"{source.place}: {num_prompts:,} prompts{held_out}{weight}, {prompt_set.description}"
     lines = [line, dropped_line(source.label, prompt_set.dropped)] if prompt_set.dropped else [line]
     first = prompt_set.rows[0].prompt
-    for name in {"options", "choices"} & first.columns.keys():
+    for name in sorted({"options", "choices"} & first.columns.keys()):
         values = first.columns[name]
         values = values.get("text") if isinstance(values, dict) else values  # as in ARC
         if isinstance(values, list) and not any(str(value) in first.text for value in values):

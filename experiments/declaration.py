@@ -2,8 +2,8 @@
 
 A study declares in declared.json, before its first run that counts: question, rows, seeds, endpoint,
 contrasts ([{"row": ..., "parent": ...}, ...]; the effect is row - parent), test, correction, stop and
-prediction. Each line of the study's *.jsonl names the commit of its run. `python experiments/report.py
---check` refuses a study
+prediction. Each line of the study's *.jsonl names the commit of its run. The command
+`python experiments/report.py --check` refuses a study
 
     whose run is of a commit without this declaration: the declaration is younger, or was changed later,
     with a run of a row or a seed that is not declared,

@@ -171,8 +171,8 @@ def check_blocks(declared: dict[str, dict], block: int) -> None:
     """Raise ValueError if seeds of one declared task instance would count as independent."""
     sizes = {each["instances"]["seeds_each"] for each in declared.values() if each.get("instances")}
     if sizes - {block}:
-        size = max(sizes)
-        raise ValueError(f"--block {block}: {size} seeds share a declared task instance, set --block {size}")
+        size = max(sizes - {block})
+        raise ValueError(f"--block {block}: the declaration has seeds_each {size}, set --block {size}")
 
 
 def contrast_notes(declared: dict[str, dict], shown: Shown) -> list[str]:

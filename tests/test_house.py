@@ -312,7 +312,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 3850,
-    "lines of Python, data": 4480,
+    "lines of Python, data": 4482,
     "lines of Python, examples": 75,
     "lines of Python, experiments": 8453,
     "lines of Python, extras": 1953,
@@ -320,8 +320,8 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, runtime": 5099,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1850,
-    "lines of Python, the root": 11516,
-    "lines of Python, verifiers": 3930,
+    "lines of Python, the root": 11518,
+    "lines of Python, verifiers": 3927,
 }
 
 

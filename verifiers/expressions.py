@@ -12,7 +12,7 @@ import functools
 import logging
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fractions import Fraction
 
 from verifiers.lazy import LazyModule
@@ -299,7 +299,7 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
         return same(parse(answer, whole=True, units=False), parse(content, units=False), sums)
     gold_list, found_list = _quantities(answer), _quantities(content)
     if gold_list and found_list:
-        return pair_up(found_list, gold_list, lambda *pair: pair[0][0] == pair[1][0] and _same_quantity(pair))
+        return pair_up(found_list, gold_list, _same_quantity)
     texts = ((answer, gold_list), (content, found_list))
     quantities = [_quantity(", ".join(each[2] for each in listed) or text) for text, listed in texts]
     (gold_dimension, gold_size, gold), (dimension, size, text) = quantities
@@ -307,7 +307,7 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
         if gold_dimension != dimension:
             return False
         if gold_size != size:
-            return _same_quantity(quantities)
+            return _same_quantity(*quantities)
     elif gold_dimension and _COMPOUND in gold or dimension and _COMPOUND in text:
         return False  # 2 hours 30 minutes is neither 2 nor 30
     ratios = [re.sub(r"\\text\{[^{}]*\}", "", side).rpartition("=")[2].split(":") for side in (gold, text)]
@@ -786,7 +786,7 @@ def _quantities(text: str) -> list[tuple]:
 
 
 def pair_up(found: list, gold: list, is_pair: Callable) -> bool:
-    """Tell whether each part of the reference has a part of its own, in any order, and none is left."""
+    """Pair each part of the reference with a part of the answer, in any order; False if any part is left."""
     rest = list(found)
     for part in gold:
         partner = next((each for each in rest if is_pair(each, part)), None)
@@ -802,8 +802,10 @@ def has_unit(text: str) -> bool:
     return dimension is not None and is_math(parse(number.removeprefix(_COMPOUND), whole=True))
 
 
-def _same_quantity(quantities: Iterable[tuple]) -> bool:
-    """Compare 1 km with 1000 m."""
+def _same_quantity(*quantities: tuple) -> bool:
+    """Compare two values of _quantity(): 1 km is 1000 m."""
+    if len({dimension for dimension, *_ in quantities}) > 1:
+        return False
     sides = []
     for _, size, number in quantities:
         parsed = parse(number.removeprefix(_COMPOUND), whole=True)

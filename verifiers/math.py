@@ -68,7 +68,7 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     if too_large(joined) or too_large(answer):
         is_right = normal_text(joined) == normal_text(answer)
         return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
-    is_right = joined.split() == answer.split()
+    is_right = joined.split() == answer.split()  # the reference itself, also if nothing can read it
     decided = None if is_right else decide(joined, answer, _is_match)
     if decided is not None:
         return (1.0, "ok", "") if decided else (0.0, "wrong", "")
@@ -257,8 +257,6 @@ _REMARK = re.compile(  # "I hope this answer is helpful!"
     r"|okay|reasonable|right|satisfactory|sufficient|understandable|unique|useful|valid|wrong)\b",
     re.IGNORECASE,
 )
-
-
 _LAST_CHOICE = re.compile(r"\b[Aa]nswer(?:\s+is)?\s*:?[\s*]*\(?([A-J])\)?[\s.*]*\Z")
 
 
@@ -475,9 +473,7 @@ def _is_labelled(content: str, answer: str) -> bool:
 
 # (A) and (B), (A) 12 or (B) 13; but (D) both (A) and (B)
 _SECOND_CHOICE = re.compile(
-    r"(?:[,;/&+\s]|and\b|or\b)+(?:[A-HJ]|I(?! +[a-z]))(?![A-Za-z'])"
-    r"|[^()A-Za-z]*(?:and|or)?\s*\([A-J]\)",
-    re.IGNORECASE,
+    r"(?:[,;/&+\s]|and\b|or\b)+(?:[A-HJ]|I(?! +[a-z]))(?![A-Za-z'])|[^()A-Za-z]*(?:and|or)?\s*\([A-J]\)"
 )
 
 
