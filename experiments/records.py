@@ -1,8 +1,8 @@
 """Keep small records of studies beside their tables, and bring the whole records from the history.
 
-    python -m experiments.records get teacher          # whole records, in runs/records/teacher
+    python -m experiments.records get late_groups      # whole records, in runs/records/late_groups
     python -m experiments.records get zero_variance    # all files of a study that is no longer in the tree
-    python -m experiments.records thin teacher/short_from_0.jsonl --steps teacher_frac teacher_kl_k1
+    python -m experiments.records thin late_groups/runs.jsonl --steps tokens_total completion_tokens
 
 `thin` keeps only these training metrics of a committed record file, drops the outcomes of single prompts, and
 notes the commit of the whole file in experiments/studies/whole.json. A small record holds all that

@@ -59,10 +59,10 @@ def test_a_study_that_left_the_tree_names_the_command_that_brings_it(study, dry_
 
 def test_the_recorded_ep_size_wins_over_the_number_of_ranks(dry_run, capsys):
     """A record of one rank has ep_size 1, which it omits because that is the default."""
-    assert dry_run("teacher/short_grpo", "--ranks", "2") == 0
+    assert dry_run("elimination_tuned/grpo", "--ranks", "2") == 0
     words = capsys.readouterr().out.split()
     assert "--nproc-per-node=2" in words
     assert [word for word in words if word.startswith("model.ep_size=")] == ["model.ep_size=1"]
-    file = ROOT / "experiments" / "studies" / "teacher" / "short_grpo.yaml"
+    file = ROOT / "experiments" / "studies" / "elimination_tuned" / "grpo.yaml"
     args = SimpleNamespace(rows=[file], script=ROOT / "train_rl.py")
     assert "model.ep_size=4" in run.recorded_settings(args, {"settings": {"model.ep_size": 4}})

@@ -98,14 +98,14 @@ def test_settings_name_starts_by_paths(built):
 
 
 def test_a_recorded_row_also_reads_the_prompts_of_its_start():
-    row = starts.ROOT / "experiments" / "studies" / "chains_elimination" / "none.yaml"
+    row = starts.ROOT / "experiments" / "studies" / "drafts_chains" / "grpo.yaml"
     args = SimpleNamespace(rows=[row], script=starts.ROOT / "train_rl.py", settings=["train.num_steps=7"])
     settings = run.start_settings(args, Path("experiments/starts/chains/model"))
     config = load_config(["--config", str(row), *args.settings, *settings])
     assert config.model.path == "experiments/starts/chains/model" and config.train.num_steps == 7
     (source,) = config.data.train
-    assert (source.path, source.limit) == ("experiments/starts/chains/train.jsonl", 192)
-    assert [s.name for s in config.data.eval] == ["chains", "longer"]
+    assert (source.path, source.limit) == ("experiments/starts/chains/train.jsonl", 64)
+    assert [s.name for s in config.data.eval] == ["chains"]
     kept = json.loads((starts.STARTS / "chains" / "start.json").read_text())["files"]
     assert all(Path(s.path).name in kept for s in config.data.eval)
 
