@@ -31,8 +31,8 @@ COLUMNS. By default, `row` to `seconds`.
                     "0.015 (4 of 5)": one of five runs lacks the metric.
   saving:SUM        The parent's SUM over all steps divided by the row's: geometric mean over the pairs, with
                     the 95 % t-interval of the logarithms. SUM is a metric, for example seconds_per_step, or a
-                    weighted sum, for example tokens_total+0.25*draft_tokens_total; after a + a run may lack
-                    the metric, which then is 0.
+                    weighted sum, for example tokens_total+0.25*draft_tokens_total. After a + a run may lack
+                    the metric; a missing value is 0. --json has the logarithms.
   equal:SUM         Row minus parent at equal SUM: where the run that has less of it ends, and the other
                     interpolated linearly; with the 95 % interval, and p after Holm's correction.
 
@@ -445,22 +445,24 @@ def holm(p_values: list[float | None]) -> list[float | None]:
 
 def terms_of(text: str) -> list[tuple[float, str]]:
     """Parse a weighted sum, such as tokens_total+0.25*draft_tokens_total, to [(weight, metric), ...]."""
-    parts = [term.rpartition("*") for term in text.split("+")]
-    return [(float(weight or 1), metric) for weight, _, metric in parts]
+    parts = [re.fullmatch(r"(?:(\d+(?:\.\d+)?)\*)?([^*]+)", term) for term in text.split("+")]
+    if None in parts:
+        raise ValueError(f"--columns ...:{text}: expected metrics or WEIGHT*METRIC, joined by +")
+    return [(float(part[1] or 1), part[2]) for part in parts]
 
 
 def running_sum(run: Run, text: str) -> np.ndarray:
     """Add up a weighted sum of metrics over the steps, from 0 [steps + 1]; a missing value is 0."""
     terms = (weight * np.nan_to_num(run.steps.get(metric, 0.0)) for weight, metric in terms_of(text))
-    return np.concatenate([[0.0], np.cumsum(sum(terms))])
+    sums = np.concatenate([[0.0], np.cumsum(sum(terms))])
+    if sums[-1] <= 0:
+        raise ValueError(f"{run.place}: {text} sums to {sums[-1]:g}; --columns needs a positive sum here")
+    return sums
 
 
 def log_saving(run: Run, parent: Run, terms: str) -> float:
-    """Return the logarithm of the parent's sum over all steps divided by the run's; both must be positive."""
-    sums = [running_sum(each, terms)[-1] for each in (parent, run)]
-    if min(sums) <= 0:
-        raise ValueError(f"saving:{terms}: a run has a sum of {min(sums):g}, so that no ratio exists")
-    return math.log(sums[0] / sums[1])
+    """Return the logarithm of the parent's sum over all steps divided by the run's."""
+    return math.log(running_sum(parent, terms)[-1] / running_sum(run, terms)[-1])
 
 
 def difference_at_equal(run: Run, parent: Run, terms: str) -> float:
@@ -654,7 +656,7 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cel
     "detectable": ("detectable", lambda row: show(row["detectable"], ".4f")),
 }
 STANDARD = tuple(COLUMNS)[: list(COLUMNS).index("seconds") + 1]
-COMPARING = ("paired", "paired_interval", "paired_p", "paired_p_holm", "detectable")
+COMPARING = ("paired", "detectable", "saving:", "equal:")
 KINDS = {  # {kind of a column with a colon: header}
     "mean": "mean {name}",
     "max": "largest {name}",
@@ -687,8 +689,8 @@ def check_columns(columns: tuple[str, ...], rows: dict[str, list[Run]]) -> None:
     lacking = sorted(needed - set.intersection(*(set(run.steps) for runs in rows.values() for run in runs)))
     if lacking:
         raise ValueError(
-            f"--columns: a record lacks {', '.join(lacking)}; choose other columns, or bring the whole "
-            "record by `python -m experiments.records get STUDY`"
+            f"--columns: a record lacks {', '.join(lacking)}; choose other columns, bring the whole record "
+            "by `python -m experiments.records get STUDY`, or put a metric that rows may lack after a +"
         )
 
 
@@ -1000,8 +1002,8 @@ def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[
     shown = Shown(
         metric=args.metric,
         block=args.block,
-        compared=compared if any(c in COMPARING or c.startswith("equal:") for c in args.columns) else set(),
-        corrected=compared if "paired_p_holm" in args.columns else set(),
+        compared=compared if any(c.startswith(COMPARING) for c in args.columns) else set(),
+        corrected=compared if any(c.startswith(("paired_p_holm", "equal:")) for c in args.columns) else set(),
     )
     return table, rows, note_of(rows, parents, shown)
 

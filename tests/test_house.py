@@ -318,8 +318,8 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, extras": 1953,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5099,
-    "lines of Python, tests": 30060,
-    "lines of Python, tests/campaign": 1840,
+    "lines of Python, tests": 30062,
+    "lines of Python, tests/campaign": 1838,
     "lines of Python, the root": 11518,
     "lines of Python, verifiers": 3927,
 }

@@ -208,7 +208,9 @@ def test_a_saving_and_a_difference_at_equal_sums_by_hand(tmp_path, capsys):
     assert re.fullmatch(r"\+0\.1760 \(.*\), p 0\.115", rows["drafts"][3]), "1.6 levels of 0.11"
     assert rows["long"][3].startswith("-0.2200 ("), "2 levels"
     options = ("--runs", root, "--parent", "grpo", "--columns", "row")
-    assert "no run has tokens;" in error_of(*options, "equal:tokens_total+2*tokens", capsys=capsys)
+    messages = {"equal:tokens_total+2*tokens": "no run has tokens;", "saving:0*tokens_total": "sums to 0"}
+    for column, word in {**messages, "equal:x*tokens_total": "WEIGHT*"}.items():
+        assert word in error_of(*options, column, capsys=capsys)
     write_run(root, "drafts", 2, [0.1] * 5)
     assert "lacks draft_tokens_total" in error_of(*options, columns[1], capsys=capsys)
 

@@ -8,8 +8,8 @@
 
 Each piece runs in a new process and writes PIECE.json after every figure and PIECE.log to --out. A piece
 starts if its time limit is left of --limit-s, and is stopped at its limit. Pieces with a result in --out are
-skipped. report_MODE.md and report_MODE.json hold all results in --out, every figure beside its expected
-value; the tar holds all files of --out. Models are built in a temporary folder.
+skipped; delete their PIECE.json to repeat them. report_MODE.md and report_MODE.json hold all results, every
+figure beside its expected value; the tar holds all files of --out. Models are built in a temporary folder.
 """
 
 import contextlib

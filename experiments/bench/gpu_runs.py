@@ -205,8 +205,9 @@ def trl(report: Report) -> None:
 
     def show(seconds: list[float]) -> None:
         report.figures["step of TRL, s"] = seconds
-        ours = rows_in(report.out / "real.json").get("seconds_per_step, live routes")
-        if ours:
+        file = report.out / "real.json"
+        real = json.loads(file.read_text())["report"]["figures"] if file.is_file() else {}
+        if ours := real.get("seconds_per_step, live routes"):
             typical = statistics.median(seconds[real_step.WARMUP_STEPS :] or seconds)
             report.figures["step of TRL / step of `real`, whose MoE computes more"] = typical / ours
 
@@ -214,11 +215,6 @@ def trl(report: Report) -> None:
     run = real_step.timed_training(dense, config, show)
     num_sequences = real_step.NUM_PROMPTS * real_step.GROUP_SIZE
     report.figures["tokens a step"] = [length * num_sequences for length in run["lengths"]]
-
-
-def rows_in(file: Path) -> dict:
-    """Return the figures of another piece; {} if it has not run."""
-    return json.loads(file.read_text())["report"]["figures"] if file.is_file() else {}
 
 
 TRAINER = ("vllm", "deepspeed")
