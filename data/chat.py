@@ -108,21 +108,32 @@ def refuse_special_prefix(prefix: str, tokenizer, allows_special: bool) -> None:
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str = "the chat template") -> Iterator[None]:
-    """Raise TimeoutError in the main thread after some seconds of a with block; no limit in other threads."""
+    """Raise TimeoutError in the main thread after some seconds of a with block; no limit in other threads.
+
+    Inside of the block it is a KeyboardInterrupt, every second, because libraries catch each Exception.
+    """
+    is_late = False
 
     def stop(number, frame):
-        raise TimeoutError(f"{what} has not ended after {seconds:g} s")
+        nonlocal is_late
+        is_late = True
+        raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     earlier = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
+    except BaseException:
+        if not is_late:
+            raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, earlier)
+    if is_late:
+        raise TimeoutError(f"{what} has not ended after {seconds:g} s")
 
 
 def reads_clock(tokenizer) -> bool:

@@ -35,7 +35,7 @@ from data.formats import (
 )
 from data.references import plain_reference, refusal
 from settings import DataSettings, PromptSource
-from verifiers.answer import without_opened_thought
+from verifiers.answer import final_answer, opened_thought, without_opened_thought
 from verifiers.kinds import RULE_KINDS, functions_of, parts_of, with_shares
 from verifiers.tools import schemas_of
 
@@ -171,6 +171,9 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
     chat = next((row.prompt for row in rows if row.prompt.is_chat), None)
     if data.answer_prefix and chat is not None:
         maker.renderer.check_prefix(data.answer_prefix, chat)
+    opening = opened_thought(rows[0].prompt.text.removesuffix(data.answer_prefix)) if rows else ""
+    if opening and data.answer_prefix and final_answer(data.answer_prefix, opening) is None:
+        remarks = ", data.answer_prefix continues a thought: an answer counts after its end only"
     if rows:
         refuse_unused_kind(source, maker.columns, rows, tables)
         num_ungraded = sum(row.prompt.difficulty is None for row in rows) if source.difficulty else 0

@@ -3,7 +3,6 @@
     python -m data.smollm2 && python -m data.sums_with_tool
     # data/built/smollm2/tools: the model with a chat template that shows tools
     # data/built/sums_with_tool/{train,test}.jsonl: "What is 5428 + 1131?"
-    # data/built/sums_with_tool/{pool,words}.jsonl: a pool with few learnable groups, and its held-out set
 
 The template of SmolLM2-135M-Instruct knows no tools, so the folder gets TEMPLATE, with the calls of Hermes
 and Qwen. A model of this size never calls a tool that is only described, so each prompt begins with two
@@ -24,26 +23,6 @@ from runtime.config import command_line
 
 OUTPUT = Path("data/built/sums_with_tool")
 SIZES = {"train": 400, "test": 128}
-# The pool: a policy that has learnt to call solves the sums and some of the stories; products are hopeless,
-# because add() is the only tool.
-POOL_SIZE = 8  # of each kind, so that prompts recur within 20 steps of 4 prompts
-WORDS_SIZE = 128  # held-out stories
-STORIES = {
-    "pool": (
-        "Ann has {a} apples and gets {b} more. How many apples has she?",
-        "A train has {a} seats and a bus has {b} seats. How many seats are there?",
-        "Tom read {a} pages in May and {b} pages in June. How many pages did he read?",
-        "A farm has {a} sheep and {b} goats. How many animals has it?",
-    ),
-    "words": (
-        "Eva owns {a} stamps and buys {b} more. How many stamps has she?",
-        "A hall has {a} chairs and {b} benches. How many places to sit are there?",
-        "Max ran {a} metres in the morning and {b} metres at night. How many metres did he run?",
-        "A lake holds {a} trout and {b} perch. How many fish are there?",
-    ),
-}
-SMALLEST = 100
-LARGEST = 9999
 # A result is a message of the user in <tool_response>, as in Qwen 2.5 and Qwen 3.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nYou can call these tools:\n"
@@ -87,31 +66,21 @@ def score(completion: str, answer: str) -> float:
     return float(bool(numbers) and int(numbers[-1]) == int(answer))
 
 
-def row_of(question: str, answer: int) -> dict:
-    """Return the row of a question, with the examples before it."""
+def row_of(a: int, b: int) -> dict:
+    """Return the row of a sum, with the examples before it."""
     examples = [message for pair in EXAMPLES for message in example(*pair)]
-    return {"messages": [*examples, {"role": "user", "content": question}], "answer": str(answer)}
-
-
-def stories(name: str, pairs: list[tuple[int, int]]) -> list[dict]:
-    """Return a story with the sum of each pair as its answer; name: pool or words."""
-    texts = itertools.cycle(STORIES[name])
-    return [row_of(text.format(a=a, b=b), a + b) for text, (a, b) in zip(texts, pairs)]
+    question = {"role": "user", "content": f"What is {a} + {b}?"}
+    return {"messages": [*examples, question], "answer": str(a + b)}
 
 
 def sample_sets(seed: int) -> dict[str, list[dict]]:
-    """Return disjoint sets of rows: train and test with sums, the pool, and words with held-out stories."""
+    """Return disjoint sets of sums, train and test."""
     rng = random.Random(seed)
-    sizes = {**SIZES, "sums": POOL_SIZE, "stories": POOL_SIZE, "products": POOL_SIZE, "words": WORDS_SIZE}
     drawn: dict[tuple[int, int], None] = {}
-    while len(drawn) < sum(sizes.values()):
-        drawn[rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, LARGEST)] = None
+    while len(drawn) < sum(SIZES.values()):
+        drawn[rng.randint(100, 9999), rng.randint(100, 9999)] = None
     left = iter(drawn)
-    pairs = {name: list(itertools.islice(left, size)) for name, size in sizes.items()}
-    sums = {name: [row_of(f"What is {a} + {b}?", a + b) for a, b in pairs[name]] for name in (*SIZES, "sums")}
-    products = [row_of(f"What is {a} * {b}?", a * b) for a, b in pairs["products"]]
-    pool = [*sums.pop("sums"), *stories("pool", pairs["stories"]), *products]
-    return {**sums, "pool": pool, "words": stories("words", pairs["words"])}
+    return {name: [row_of(*pair) for pair in itertools.islice(left, size)] for name, size in SIZES.items()}
 
 
 def with_tools(model: Path, output: Path) -> None:

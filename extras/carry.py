@@ -81,14 +81,12 @@ class Carry(Extra):
         if any(config.carry.share is None for config in configs):
             raise ValueError("carry.share: a stage without it would drop waiting groups: set it in all")
         for name in (
-            "rollout.temperature", "rollout.group_size", "algorithm.router_replay", "teacher.scores"
+            "rollout.temperature", "rollout.group_size", "rollout.max_new_tokens", "algorithm.router_replay",
+            "teacher.scores",
         ):  # fmt: skip
             section, _, key = name.partition(".")
             if len({getattr(getattr(config, section), key) for config in configs}) > 1:
                 raise ValueError(f"carry.share: groups may wait for the next stage: set one {name} in all")
-        lengths = [config.rollout.max_new_tokens for config in configs]
-        if lengths != sorted(lengths):
-            raise ValueError("carry.share: a later, smaller rollout.max_new_tokens cuts waiting completions")
 
     def build(self, launch: Launch, ep_group, device) -> None:
         """Start without waiting groups."""
@@ -143,7 +141,7 @@ class Carry(Extra):
         unfinished = {request.group for request, has_ended in zip(requests, ended) if not has_ended}
         num_complete = len(groups) - len(unfinished)
         is_late = carry.late == "finish" and any(ages.get(slot, 0) >= carry.max_age for slot in unfinished)
-        return num_complete >= math.ceil(carry.share * len(groups) - 1e-9) and not is_late
+        return 0 < num_complete >= math.ceil(carry.share * len(groups) - 1e-9) and not is_late
 
     def keep(self, run, groups: list[Group]) -> None:
         """Let the unfinished groups of this rank wait, or drop them. Collective."""

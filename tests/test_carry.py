@@ -168,7 +168,7 @@ def test_ages_by_tenths_of_the_lengths():
 
 
 @pytest.mark.parametrize("name, first, second", [
-    ("rollout.temperature", 1.0, 0.9), ("rollout.group_size", 8, 4), ("rollout.max_new_tokens", 64, 32),
+    ("rollout.temperature", 1.0, 0.9), ("rollout.group_size", 8, 4), ("rollout.max_new_tokens", 32, 64),
     ("carry.share", 0.5, "null"), ("algorithm.router_replay", "off", "r3"),
     ("teacher.scores", "a.jsonl", "b.jsonl"),
 ])  # fmt: skip

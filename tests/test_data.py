@@ -736,6 +736,10 @@ def test_an_answer_prefix_ends_every_prompt(tmp_path, tokenizer, chat):
             (p.question, p.messages, p.conversation) for p in plain
         ]
         assert {prompt.prefix for prompt in prompts} == {prefix}
+    source = PromptSource(path=str(path), template="{prompt}<think>")
+    for prefix, is_open in (("Answer:", True), ("</think>Answer:", False)):
+        notes = load_sets(DataSettings(train=[source], answer_prefix=prefix), tokenizer, 1000, []).notes
+        assert any("continues a thought" in note for note in notes) == is_open
     for turns in ({"tools": ["verifiers.tools:python"]}, {"environment": "a.py:A"}):
         with refuses("data.answer_prefix", "data.tools"):
             check_data(DataSettings(answer_prefix="Answer:", **turns))

@@ -423,14 +423,10 @@ def fenced(program: str) -> str:
         ("```python\na = 1\nb = '``'", "a = 1\nb = '``'"),  # cut off
         ("a = int(input())\nprint(a)", "a = int(input())\nprint(a)"),
         ("def f():\n    return 1", "def f():\n    return 1"),
-        ("```python\n\n```", None),
-        ("42", None),
-        ("Yes", None),
-        ("I cannot do it.", None),
-        ("", None),
+        ("```python\n\n```", None), ("42", None), ("Yes", None), ("I cannot do it.", None), ("", None),
         ("(" * 100_000, None),
     ],
-)
+)  # fmt: skip
 def test_the_program_of_a_completion(completion, program):
     assert extract_program(completion) == program
 

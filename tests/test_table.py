@@ -810,17 +810,13 @@ def test_a_run_with_a_plugin_is_continued_and_recorded_from_the_root(tmp_path, m
 @pytest.mark.parametrize(
     ("rows", "seeds", "options", "message"),
     [
-        ("a a", "0", (), "--rows: a"),
-        ("a", "0 0", (), "--seeds: 0"),
-        ("a none", "0", (), "none.yaml"),
-        ("a", "0", ("train.num_stepz=3",), "train.num_stepz"),
-        ("a", "0", ("train.seed=3",), "train.seed"),
-        ("a", "0", ("run={dir: elsewhere}",), "run.dir"),
-        ("a", "0", ("--script", "none.py"), "none.py"),
+        ("a a", "0", (), "--rows: a"), ("a", "0 0", (), "--seeds: 0"), ("a none", "0", (), "none.yaml"),
+        ("a", "0", ("train.num_stepz=3",), "train.num_stepz"), ("a", "0", ("train.seed=3",), "train.seed"),
+        ("a", "0", ("run={dir: elsewhere}",), "run.dir"), ("a", "0", ("--script", "none.py"), "none.py"),
         ("a", "0", ("--script", "README.md"), "README.md"),
         ("a", "0", ("--script", "reward.py"), "reward.py"),  # no trainer
     ],
-)
+)  # fmt: skip
 def test_invalid_plans_are_refused_before_any_launch(rows, seeds, options, message, table, tmp_path, capsys):
     assert table(rows, seeds, *options) == 2
     assert message in capsys.readouterr().err

@@ -156,18 +156,13 @@ def test_zero_variance_after_a_probe_with_timeouts():
 @pytest.mark.parametrize(
     "group, has_variance",
     [
-        (group_of(True, False), True),
-        (group_of(None, False, None, True), True),
-        (group_of(), False),
-        (group_of(True), False),
-        (group_of(None, None), False),
-        (group_of(True, None), False),
-        (group_of(True, True), False),
-        (group_of(False, False, None), False),
+        (group_of(True, False), True), (group_of(None, False, None, True), True), (group_of(), False),
+        (group_of(True), False), (group_of(None, None), False), (group_of(True, None), False),
+        (group_of(True, True), False), (group_of(False, False, None), False),
         (group_of(False, False, shares=[0.5, 0.5 + 5e-7]), False),  # rounding is no variance
         (group_of(False, False, shares=[0.5, 0.5 + 2e-6]), True),
     ],
-)
+)  # fmt: skip
 def test_variance_needs_two_valid_verdicts_that_differ(group, has_variance):
     assert group.outcome(False).has_variance == has_variance
 
