@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import shutil
+import signal
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from conftest import ROOT, trained
+from conftest import ROOT, train, trained
 from fake_ranks import FakeRanks as FakeRanks
 from safetensors.torch import load_file
 
@@ -433,10 +434,18 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert_same_weights(one / "model", other / "model")
 
 
-def assert_resumes_exactly(straight: Path, last_step: int, *settings: str, **options) -> None:
-    """Resume a copy of a finished run without its last checkpoint; options: of train()."""
+def assert_resumes_exactly(straight: Path, last_step: int, *settings: str, kill=False, **options) -> None:
+    """Resume a copy of a finished run without its last checkpoint; kill: twice, with a SIGKILL after a step.
+
+    options: of train().
+    """
     resumed = shutil.copytree(straight, straight.with_name("resumed"))
     shutil.rmtree(resumed / "checkpoints" / f"step_{last_step:06d}")
+    if kill:
+        last_line = lambda: (resumed / "metrics.jsonl").read_text().rpartition('"step": ')[2]
+        is_near = lambda: last_line().startswith(f"{last_step - 1},")
+        done = train(*settings, f"run.dir={resumed}", kill_when=is_near, **options)
+        assert done.returncode == -signal.SIGKILL
     done = trained(*settings, f"run.dir={resumed}", **options)
     assert "resumed from" in done.stdout + done.stderr
     assert_same_run(resumed, straight)

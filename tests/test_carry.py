@@ -211,33 +211,22 @@ def test_parity_leaves_out_tokens_of_earlier_policies():
     "settings",
     [
         ["algorithm.router_replay=r3", "rollout.check_every=1", "train.learning_rate=1e-30", "eval.every=2"],
-        [
-            "rollout.check_every=2",
-            "train.learning_rate=1e-2",
-            "algorithm.rollout_correction=token_tis",
-            "eval.every=0",
-            "algorithm.mismatch_patience=0",
-        ],
+        ["rollout.check_every=2", "train.learning_rate=1e-2", "algorithm.rollout_correction=token_tis",
+         "eval.every=0", "algorithm.mismatch_patience=0"],
     ],
-)
+)  # fmt: skip
 def test_a_run_with_waiting_completions_resumes_exactly(settings, tmp_path):
     """The engine's log-probabilities of all tokens are those of the policies that sampled them.
 
     The weights of the first run stand still, so all log-probabilities are comparable. The second run has
     routes and parity checks in every second step only. Evaluations do not disturb what waits.
     """
-    settings = [
-        *SMALL,
-        "carry.share=0.5",
-        "train.num_steps=5",
-        "checkpoint.every=3",
-        "train.weight_decay=0",
-        *settings,
-    ]
+    fixed = ["carry.share=0.5", "train.num_steps=5", "checkpoint.every=3", "train.weight_decay=0"]
+    settings = [*SMALL, *fixed, *settings]
     straight = tmp_path / "straight"
     trained(*settings, f"run.dir={straight}")
     steps = steps_of(straight)
     assert max(row["carried_groups"] for row in steps) > 0 < max(row["token_age_mean"] for row in steps)
     if "train.learning_rate=1e-30" in settings:
         assert max(row["abs_dlogp"] for row in steps if "abs_dlogp" in row) < 1e-4
-    assert_resumes_exactly(straight, 5, *settings)
+    assert_resumes_exactly(straight, 5, *settings, kill=True)

@@ -311,4 +311,4 @@ def test_a_run_with_drafts_resumes_exactly(settings, tmp_path):
     assert steps[0]["draft_tokens_total"] == 0 < min(row["draft_tokens_total"] for row in steps[2:])
     assert all(0 < row["draft_accepted_frac"] < 1 and row.get("draft_tail", 0) < 1e-4 for row in steps[2:])
     assert max(row["abs_dlogp"] for row in steps if "abs_dlogp" in row) < 1e-4
-    assert_resumes_exactly(straight, 6, *settings)
+    assert_resumes_exactly(straight, 6, *settings, kill=True)
