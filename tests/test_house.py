@@ -321,7 +321,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, tests": 30062,
     "lines of Python, tests/campaign": 1838,
     "lines of Python, the root": 11518,
-    "lines of Python, verifiers": 3933,
+    "lines of Python, verifiers": 3934,
 }
 
 

@@ -41,7 +41,8 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     characters is compared: the one after "the answer is", else the last. Words, times of day, and answers
     that math-verify cannot parse are compared as text, and require a box.
     """
-    answer = undressed(_in_latin(answer, is_prose=False))
+    answer, completion = (_in_latin(text, is_prose=False) for text in (answer, completion))
+    answer = undressed(answer)
     matches = _comparison(answer)
     if matches is not equal and not _is_text(answer):
         return (
