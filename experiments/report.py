@@ -23,7 +23,6 @@ COLUMNS. By default, `row` to `seconds`.
   seconds           Sum of seconds_per_step, which excludes the start-up.
   parent            The row to which this row is compared.
   runs              Final metric of each run, by seed.
-  falls             Number of runs whose metric ends below its first value.
   detectable        Smallest true difference that the paired test finds with 80 % power at the 5 % level,
                     without Holm's correction, if differences vary as in these pairs.
   mean:NAME         Mean over steps of a metric, then mean over runs, for example mean:abs_dlogp.
@@ -587,7 +586,6 @@ def make_table(
             "n": len(runs),
             "mean": float(final.mean()),
             "finals": final.tolist(),
-            "falls": sum(bool(run.values[-1] < run.values[0]) for run in runs),
             "interval": t_interval(block_means(runs, final, block)),
             "gradient_token_share": float((gradient / tokens).mean()) if is_known else None,
             "seconds": None if seconds is None else float(seconds.mean()),
@@ -652,7 +650,6 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cel
     "seconds": ("seconds", lambda row: show(row["seconds"], ".1f")),
     "parent": ("parent", lambda row: row["parent"]),
     "runs": ("each run", lambda row: ", ".join(f"{value:.2f}" for value in row["finals"])),
-    "falls": ("falls", lambda row: str(row["falls"])),
     "detectable": ("detectable", lambda row: show(row["detectable"], ".4f")),
 }
 STANDARD = tuple(COLUMNS)[: list(COLUMNS).index("seconds") + 1]

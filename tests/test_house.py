@@ -302,23 +302,23 @@ def test_two_stacks_never_share_a_folder(tmp_path):
 
 # ---- budgets: growth pays by deletion ----------------------------------------------------------------------
 BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes as much elsewhere
-    "KB": 12600,
-    "files": 590,
+    "KB": 12400,
+    "files": 575,
     "modules, the root": 17,
     "words of Markdown, docs": 24110,
     "words of Markdown, docs/silent_faults.md": 2915,
-    "words of Markdown, experiments": 13560,
+    "words of Markdown, experiments": 12950,
     "words of Markdown, kernels": 500,
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 3850,
     "lines of Python, data": 4479,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8451,
+    "lines of Python, experiments": 8448,
     "lines of Python, extras": 1951,
     "lines of Python, kernels": 753,
     "lines of Python, runtime": 5099,
-    "lines of Python, tests": 30062,
+    "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1838,
     "lines of Python, the root": 11518,
     "lines of Python, verifiers": 3934,
@@ -360,4 +360,4 @@ def test_the_tree_keeps_its_budgets():
                 if count > BUDGETS.get(name, 0)}  # fmt: skip
     assert not exceeded, "delete as much elsewhere, or argue for another budget in the commit"
     folders = [name for name in BUDGETS if name.startswith("lines of Python") and "tests" not in name]
-    assert sum(BUDGETS[name] for name in folders) <= 36260
+    assert sum(BUDGETS[name] for name in folders) <= 36257

@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -910,19 +909,6 @@ def test_a_row_from_training_to_the_table(demo_model, python_stand_in, tmp_path,
     summary = json.loads((folder / "summary.json").read_text())
     assert float(line[2]) == pytest.approx(summary["avg_at_8_after"], abs=1e-4)
     assert float(line[8]) == pytest.approx(summary["gradient_token_share"], abs=1e-3)
-
-
-def test_falls_are_runs_that_end_below_their_start(tmp_path, monkeypatch, capsys):
-    """The score moves by 0.01 in each of 12 steps: down in 6 of 6 runs of `none`, 1 of 6 of `tis`."""
-    folders = []
-    for row, num_falls in (("none", 6), ("tis", 1)):
-        for seed in range(6):
-            sign = -1 if seed < num_falls else 1
-            score = partial(np.polyval, [0.01 * sign, 0.5])
-            folders.append(write_run(tmp_path / "runs", row, seed, [0.2] * 7, score=score))
-    options = ("--parent", "none", "--metric", "train/score", "--columns", "row", "falls")
-    table, printed = make(tmp_path / "runs", *options, capsys=capsys)
-    assert cells(printed)["none"] == ["none", "6"] and cells(printed)["tis"] == ["tis", "1"]
 
 
 def test_final_metrics_are_compared_seed_by_seed(tmp_path, capsys):
