@@ -108,29 +108,29 @@ def refuse_special_prefix(prefix: str, tokenizer, allows_special: bool) -> None:
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str = "the chat template") -> Iterator[None]:
-    """Raise TimeoutError in the main thread after some seconds of a with block; no limit in other threads.
-
-    Inside of the block it is a KeyboardInterrupt, every second, because libraries catch each Exception.
-    """
+    """Raise TimeoutError in the main thread after some seconds of a with block; no limit in other threads."""
     is_late = False
 
     def stop(number, frame):
         nonlocal is_late
         is_late = True
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt  # each second, because libraries catch every Exception
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     earlier = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
-        yield
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except BaseException:
         if not is_late:
             raise
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm may have come before the same line above
         signal.signal(signal.SIGALRM, earlier)
     if is_late:
         raise TimeoutError(f"{what} has not ended after {seconds:g} s")

@@ -206,7 +206,7 @@ def describe(part: Part, num: int) -> list[str]:
     lines = [line]
     if max(share, mean) > MAX_CONSTANT_FRAC:
         lines.append(
-            f"warning: {part.name}: one constant answer is right in {share:.0%} of the rows and scores "
+            f"warning: {part.name}: one constant answer is right in {share:.0%} of the rows, one scores "
             f"{mean:.2f}, more than {MAX_CONSTANT_FRAC}: a gain below shows nothing; choose another task"
         )
     if len(part.rows) < num:

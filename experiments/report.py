@@ -687,7 +687,7 @@ def check_columns(columns: tuple[str, ...], rows: dict[str, list[Run]]) -> None:
     if lacking:
         raise ValueError(
             f"--columns: a record lacks {', '.join(lacking)}; choose other columns, bring the whole record "
-            "by `python -m experiments.records get STUDY`, or put a metric that rows may lack after a +"
+            "by `python -m experiments.records get STUDY`, or add what a row lacks in all its runs after a +"
         )
 
 

@@ -321,7 +321,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1838,
     "lines of Python, the root": 11518,
-    "lines of Python, verifiers": 3934,
+    "lines of Python, verifiers": 3935,
 }
 
 
@@ -360,4 +360,4 @@ def test_the_tree_keeps_its_budgets():
                 if count > BUDGETS.get(name, 0)}  # fmt: skip
     assert not exceeded, "delete as much elsewhere, or argue for another budget in the commit"
     folders = [name for name in BUDGETS if name.startswith("lines of Python") and "tests" not in name]
-    assert sum(BUDGETS[name] for name in folders) <= 36257
+    assert sum(BUDGETS[name] for name in folders) <= 36258

@@ -48,12 +48,13 @@ def test_a_row_of_every_task_passes_its_own_reference(tmp_path):
         (row,) = rows_of(task)
         completion = reward.as_completion("reasoning_gym", row["answer"])
         assert row["prompt"] and verdict(row, completion).reward == 1
-        wrong = {
-            "gsm_symbolic": "-{}",
-            "letter_jumble": "{} a",
-            "spell_backward": "{}a",
-        }  # right by the package
-        text = wrong.get(task, "{}").format(reasoning_gym.reference_of(row["answer"]))
+        reference = reasoning_gym.reference_of(row["answer"])
+        wrong = {  # right by the package
+            "gsm_symbolic": f"- {reference}", "game_of_life": f"{reference[:-1]}, [0]]",
+            "letter_jumble": f"{reference} a", "spell_backward": f"{reference}a",
+            "word_sorting": f"{reference}, a",
+        }  # fmt: skip
+        text = wrong.get(task, reference)
         assert verdict(row, f"<answer>{text}</answer>").reward == (task not in wrong), task
         nans = str(["nan"] * len(str(row["answer"]).split(",")))
         for text in ("?", hostile, f"[{hostile}]", "nan", nans, nans.replace("'", '"')):
@@ -100,6 +101,11 @@ def test_fractions_stops_thoughts_and_limits():
     swapped = ", ".join(reversed(words.split(", ")))
     assert verdict(row, words).reward == 1 and 0 < verdict(row, swapped).reward < 1
     assert reward.score_of(verdict(row, swapped), binary=True) == 0
+    apples = row_of("gsm_symbolic", "1200")
+    for text in ("1200 apples", "$1200", "= 1200.0."):
+        assert verdict(apples, text).reward == 1, text
+    for text in ("1200 and 7", "\u22121200", "minus 1200", "-$1200"):
+        assert verdict(apples, text).reward == 0, text
     gcd = row_of("gcd", "4")
     assert verdict(gcd, "Answer: 4.").reward == 1 and verdict(gcd, "4 or\n5").status == "no_answer"
     assert verdict(gcd, "<think>4</think>5").reward == 0 and verdict(gcd, "<think>4").status == "no_answer"

@@ -40,7 +40,8 @@ UNUSABLE = {
     "propositional_logic": "its verifier accepts a copy of a premise",
     "puzzle24": "its verifier accepts any four numbers, for example 4*6*1*1 in every row",
 }
-UNIQUE = ("game_of_life", "letter_jumble", "spell_backward")  # their verifiers also give 1 to longer answers
+UNIQUE = ("game_of_life", "letter_jumble", "spell_backward", "word_sorting")  # longer answers get 1, too
+ONE_NUMBER = r"(?!.*\b(?:minus|negative|not)\b)[^\d\u2212\u2013-]*[\d,.]+\D*"
 EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")  # in metadata, if answer is None
 # Modules of the package with eval() of an answer, of text in a row, or of a formula by SymPy, which also runs
 # eval(). The tasks that evaluate only their own constants while they make a row are not listed.
@@ -197,8 +198,8 @@ def score(row: dict, text: str) -> float:
     value = float(verifier_of(row).score_answer(text, entry))
     if not value >= 1 - 1e-9:
         return value if value > 0 else 0.0
-    if row["task"] == "gsm_symbolic":  # which reads -4 as 4
-        return float(not re.match(r"\D*-\d", text))
+    if row["task"] == "gsm_symbolic":  # which reads -4 as 4, and the first of several numbers
+        return float(re.fullmatch(ONE_NUMBER, text) is not None)
     letters, expected = ("".join(each.split()).casefold() for each in (text, str(row.get("answer"))))
     return float(row["task"] not in UNIQUE or letters == expected)
 
