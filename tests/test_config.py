@@ -198,6 +198,11 @@ NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML
     ("checkpoint.resume", "never"): "scripts that must not add to an earlier run",
     ("train.grad_reduce_dtype", "float32"): "twice the traffic; no result here shows a gain",
     ("run.on_nonfinite", "skip"): "long runs that are worth more than one update",
+    ("reward.judge", "generative"): "the study `judge` in history, and docs/judges.md",
+    ("reward.judge", "scalar"): "the same",
+    ("reward.judge_mode", "round_robin"): "the same",
+    ("rollout.fp8", "simulate"): "tests on CPUs, and the study `score_centering` in history",
+    ("rollout.simulate_format", "mxfp4"): "the same",
 }
 
 

@@ -26,43 +26,32 @@ _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 many = min(1100, most - 50)  # as in a large run; select.select() refuses descriptors above 1023
 files = [os.open("/dev/null", os.O_RDONLY) for _ in range(many)]
-signals = launch.Signals()
-signals.listen()
+class Telling(launch.Signals):
+    def handle(self, *arguments):
+        super().handle(*arguments)
+        print("heard", self.received, flush=True)
+Telling().listen()
 print("ready", flush=True)
-while not signals.received:
-    time.sleep(0.01)
-print("heard", signals.received, flush=True)
 time.sleep(3000)
 """
-COPY_S = limit(1)  # a signal within this time is a copy of the first
-
-
-@pytest.fixture
-def waiting():
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITS, str(COPY_S)],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout.readline() == "ready\n"
-    yield process
-    process.kill()
-    process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_first_signal_is_remembered_and_a_second_ends_the_process(waiting, number):
+@pytest.mark.parametrize("copy_s", [-1, 3000])
+def test_a_first_signal_is_remembered_and_a_second_ends_the_process(copy_s, number):
     """The same signal within COPY_S is torchrun's copy of the first."""
-    waiting.send_signal(number)
-    assert waiting.stdout.readline() == f"heard {number.value}\n"
-    waiting.send_signal(number)
-    time.sleep(COPY_S + 0.1)
-    assert waiting.poll() is None
-    waiting.send_signal(number)
-    assert waiting.wait(limit(5)) == 128 + number
-    assert number.name in waiting.stderr.read()
+    command = [sys.executable, "-c", WAITS, str(copy_s)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(1 if copy_s < 0 else 3):
+            process.send_signal(number)
+            assert process.stdout.readline() == f"heard {number.value}\n"
+        if copy_s < 0:
+            process.send_signal(number)
+            assert process.wait(limit(5)) == 128 + number
+        process.kill()
+        assert number.name in process.stderr.read()
 
 
 @pytest.mark.parametrize(
