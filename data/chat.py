@@ -130,7 +130,7 @@ def time_limit(seconds: float, what: str = "the chat template") -> Iterator[None
         if not is_late:
             raise
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm may have come before the same line above
+        signal.setitimer(signal.ITIMER_REAL, 0)  # again: an alarm may have interrupted the line above
         signal.signal(signal.SIGALRM, earlier)
     if is_late:
         raise TimeoutError(f"{what} has not ended after {seconds:g} s")

@@ -173,7 +173,7 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
         maker.renderer.check_prefix(data.answer_prefix, chat)
     opening = opened_thought(rows[0].prompt.text.removesuffix(data.answer_prefix)) if rows else ""
     if opening and data.answer_prefix and final_answer(data.answer_prefix, opening) is None:
-        remarks = ", data.answer_prefix continues a thought: an answer counts after its end only"
+        remarks = ", data.answer_prefix continues a thought: answers count only after the thought ends"
     if rows:
         refuse_unused_kind(source, maker.columns, rows, tables)
         num_ungraded = sum(row.prompt.difficulty is None for row in rows) if source.difficulty else 0

@@ -202,7 +202,7 @@ def describe(part: Part, num: int) -> list[str]:
     constant, share, mean = best_constant(part.rows)
     line = f"{part.name}: {len(part.rows)} rows, {part.num_repeated} repeated prompts dropped"
     line += f", {part.num_frequent} by --balance; " if part.num_frequent else "; "
-    line += f"constant answer {constant[:40]!r}: right in {share:.2f}, mean score {mean:.2f}"
+    line += f"constant answer {constant[:40]!r}: right in {share:.2f}, highest mean score {mean:.2f}"
     lines = [line]
     if max(share, mean) > MAX_CONSTANT_FRAC:
         lines.append(

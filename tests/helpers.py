@@ -435,9 +435,9 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def assert_resumes_exactly(straight: Path, last_step: int, *settings: str, kill=False, **options) -> None:
-    """Resume a copy of a finished run without its last checkpoint; kill: twice, with a SIGKILL after a step.
+    """Resume a copy of a finished run without its last checkpoint. options: of train().
 
-    options: of train().
+    kill: kill the resumed run (SIGKILL) during its last step, and resume it again.
     """
     resumed = shutil.copytree(straight, straight.with_name("resumed"))
     shutil.rmtree(resumed / "checkpoints" / f"step_{last_step:06d}")

@@ -40,7 +40,7 @@ UNUSABLE = {
     "propositional_logic": "its verifier accepts a copy of a premise",
     "puzzle24": "its verifier accepts any four numbers, for example 4*6*1*1 in every row",
 }
-UNIQUE = ("game_of_life", "letter_jumble", "spell_backward", "word_sorting")  # longer answers get 1, too
+UNIQUE = ("game_of_life", "letter_jumble", "spell_backward", "word_sorting")  # the package takes longer ones
 ONE_NUMBER = r"(?!.*\b(?:minus|negative|not)\b)[^\d\u2212\u2013-]*[\d,.]+\D*"
 EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")  # in metadata, if answer is None
 # Modules of the package with eval() of an answer, of text in a row, or of a formula by SymPy, which also runs
