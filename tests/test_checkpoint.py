@@ -55,7 +55,9 @@ def run(tmp_path, one_rank) -> SimpleNamespace:
     moe_model.load_hf(policy, tmp_path / "model")
     adamw = torch.optim.AdamW(policy.parameters(), lr=0.1)
     return SimpleNamespace(
-        config=make_config(f"run.dir={tmp_path / 'run'}", "checkpoint.keep=2"),
+        config=make_config(
+            f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", "checkpoint.keep=2"
+        ),
         folder=tmp_path / "run" / "checkpoints",
         policy=policy,
         trainer=SimpleNamespace(module=policy, optimizer=SimpleNamespace(optimizer=adamw)),
