@@ -176,7 +176,7 @@ def print_summary(run_dir: Path) -> None:
 
 
 def print_account(account: dict[str, float], generated_tokens: int) -> None:
-    """Print the number of prompts by fate, and the fractions of tokens without gradient."""
+    """Print the number of prompts by fate, and tokens without gradient per generated token."""
     kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
     prompts = ", ".join(f"{account[f'prompts_{kind}']:,.0f} {kind}" for kind in kinds)
     print(f"  prompts                      {prompts}")
@@ -185,9 +185,9 @@ def print_account(account: dict[str, float], generated_tokens: int) -> None:
     total = max(1, generated_tokens)
     wasted = {text: account[f"wasted_{name}_tokens"] / total for name, text in names.items()}
     shares = ", ".join(f"{share:.3f} {text}" for text, share in wasted.items())
-    print(f"  tokens without gradient      {sum(wasted.values()):6.3f}   {shares}")
+    print(f"  tokens without gradient      {sum(wasted.values()):6.3f}   per generated token: {shares}")
     if scored := account.get("teacher_tokens"):
-        print(f"  tokens scored by the teacher {scored / total:6.3f}   of all generated")
+        print(f"  tokens scored by the teacher {scored / total:6.3f}   per generated token")
 
 
 def label_of(name: str) -> str:
