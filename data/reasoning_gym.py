@@ -9,8 +9,8 @@ difficulty (the level; empty: the default of the package) and task. Tasks and le
 
 Item i of the package is drawn with seed + i, so that two sets with neighbouring seeds are the same but for
 one item. Here all rows of a task come from one stream, whose start is a hash of seed, task and level. A
-prompt occurs once in both files together, also with its words in another order if the answer is the same
-(3 * 2 and 2 * 3); repeated prompts are dropped and counted.
+prompt occurs once in both files together, also with its words in another order if the answer is the same,
+as does a calculation (3 * 2 and "Calculate 2 * 3."); repeated prompts are dropped and counted.
 
 Many tasks have a frequent answer, which reinforcement learning finds before anything else. The command tries
 the most frequent answers as constants, by the verifier, and warns above 15 % of the rows; --balance leaves
@@ -36,6 +36,7 @@ MAX_ITEM_S = 60.0  # a generator that takes longer costs a row; one item of numb
 MAX_LATE = 2  # such rows, after which the task is refused
 DRAWS_PER_ROW = 5  # draws, for each wanted row, after which a task has no more prompts
 NUM_TRIED = 200  # rows on which constants are tried
+ONLY_CALCULATION = r"^\D*?([-(]*\d+(?:\.\d+)?(?:\)* [-+*/] [-(]*\d+(?:\.\d+)?)+\)*)\D*$"  # of a prompt
 CONSTANTS = ("0", "1")  # tried besides the most frequent answers
 
 
@@ -156,8 +157,9 @@ def drop_frequent(rows: list[dict], most: float) -> int:
 
 
 def content_of(prompt: str, reference: str) -> str:
-    """Return the words of a prompt in alphabetical order, and its answer: equal for 3 * 2 and 2 * 3."""
-    return " ".join([*sorted(re.findall(r"\w+|[^\w\s]", prompt)), reference])
+    """Return the sorted words of a prompt, or those of its only calculation, and its answer."""
+    words = re.findall(r"\w+|[^\w\s]", re.sub(ONLY_CALCULATION, r"\1", prompt))
+    return " ".join([*sorted(words), reference])
 
 
 def row_of(task: str, level: int | None, config: dict, item: dict) -> dict:
@@ -180,8 +182,7 @@ def best_constant(rows: list[dict]) -> tuple[str, float, float]:
     for constant in dict.fromkeys([*(value for value, _ in frequent), *CONSTANTS]):
         rewards = [reasoning_gym.verify(f"<answer>{constant}</answer>", answer)[0] for answer in answers]
         shares.append((rewards.count(1) / len(rewards), sum(rewards) / len(rewards), constant))
-    share, _, constant = max(shares)
-    return constant, share, max(mean for _, mean, _ in shares)
+    return max(shares)[2], max(shares)[0], max(mean for _, mean, _ in shares)
 
 
 def split_parts(parts: list[Part], num_train: int, num_test: int) -> tuple[list[dict], list[dict]]:
@@ -202,8 +203,7 @@ def describe(part: Part, num: int) -> list[str]:
     constant, share, mean = best_constant(part.rows)
     line = f"{part.name}: {len(part.rows)} rows, {part.num_repeated} repeated prompts dropped"
     line += f", {part.num_frequent} by --balance; " if part.num_frequent else "; "
-    line += f"constant answer {constant[:40]!r}: right in {share:.2f}, highest mean score {mean:.2f}"
-    lines = [line]
+    lines = [f"{line}constant answer {constant[:40]!r}: right in {share:.2f}, highest mean score {mean:.2f}"]
     if max(share, mean) > MAX_CONSTANT_FRAC:
         lines.append(
             f"warning: {part.name}: one constant answer is right in {share:.0%} of the rows, one scores "
@@ -288,12 +288,12 @@ def main(argv: list[str] | None = None) -> None:
             return
         num_parts = len(pairs_of(args.tasks, args.difficulty))
         num_test = max(num_parts, args.rows // 5) if args.test is None else args.test
-        nums = (args.rows, num_test)
         if not 0 < args.balance <= 1:
             raise ValueError(f"--balance {args.balance:g}: a share above 0 and at most 1 is needed")
         if args.output.is_file():
             raise ValueError(f"--output {args.output} is a file: name a folder")
-        train, test, lines = make_sets(args.tasks, args.difficulty, *nums, args.seed, args.balance)
+        sizes = args.rows, num_test
+        train, test, lines = make_sets(args.tasks, args.difficulty, *sizes, args.seed, args.balance)
     except (ImportError, ValueError) as error:
         parser.error(str(error))
     print("\n".join(lines))

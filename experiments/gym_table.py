@@ -10,7 +10,6 @@ Another model or limit is sampled anew.
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ if __name__ == "__main__":
 
 from data import reasoning_gym as rows_of_tasks
 from experiments.bench.common import markdown, replace_text, torchrun, write_json
+from experiments.real import call
 from experiments.text_quality import read_rows
 from runtime.checkpoint import digest_of_weights
 from runtime.config import command_line
@@ -55,16 +55,14 @@ def make_rows(run_dir: Path) -> None:
 
 def complete(run_dir: Path, model: Path, max_prompt_tokens: int) -> None:
     """Complete the prompts with one rank."""
-    command = [
+    call(
         *torchrun(1), ROOT / "experiments" / "evaluate.py", "--model", model,
         "--data", run_dir / "rows.jsonl", "--chat", "never", "--template", "{prompt}\nAnswer:",
         "--samples", NUM_SAMPLES, "--temperature", 0.7, "--max-new-tokens", 14, "--dtype", "float32",
         "--kv-cache-gib", 0.5, "--max-num-seqs", 16, "--no-trainer-logprobs",
         "--completions", run_dir / "completions.jsonl", 'rollout.stop=["\\n"]',
         f"rollout.max_prompt_tokens={max_prompt_tokens}", "data.on_bad_row=drop",
-    ]  # fmt: skip
-    if code := subprocess.run([str(word) for word in command]).returncode:
-        raise RuntimeError(f"the evaluation ended with exit code {code}; its error is above")
+    )  # fmt: skip
 
 
 def record_of(run_dir: Path) -> dict:

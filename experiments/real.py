@@ -29,6 +29,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -96,14 +97,19 @@ def is_newer(file: Path, source: Path) -> bool:
 
 
 def call(*command) -> None:
-    """Run a command of the project; RuntimeError if it fails, after its own error on the terminal."""
+    """Run a command of the project; RuntimeError if it fails. A first signal lets training save its state."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(words[:4])} ... ended with exit code {done.returncode}; its error is above. Repeat "
-            "the same command to resume"
-        )
+    with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            process.wait()
+        except KeyboardInterrupt:  # Ctrl-C reaches the command, too
+            process.wait()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(words[:4])} ...: exit code {process.returncode}; repeat the command")
 
 
 def make_dense(wheel: Path | None) -> None:
@@ -255,10 +261,9 @@ def record_of(run_dir: Path) -> dict:
         prompt = rows[0]["messages"][-1]["content"] if rows[0]["messages"] else rows[0]["prompt"]
         both = [{name: row[name] for name in ("completion", "reward", "num_tokens")} for row in rows]
         texts.append({"prompt": prompt, "before": both[0], "after": both[1]})
-    summary["start"] = START
     files = {name: json.loads((run_dir / f"{name}.json").read_text()) for name in ("quality", "versions")}
     nums = {"num_prompts": len(pairs), "num_by_task": {task: len(rows) for task, rows in tasks.items()}}
-    return {"summary": summary, **nums, "texts": texts, **files}
+    return {"summary": summary | {"start": START}, **nums, "texts": texts, **files}
 
 
 ROWS = {
@@ -294,11 +299,10 @@ def table_lines(data: dict | list[dict]) -> list[str]:
         rows.insert(2, ["best constant answer of each task", f"{share / records[0]['num_prompts']:.3g}", ""])
     seconds = summaries[0]["seconds_by_phase"]
     phases = ", ".join(f"{name} {value / 60:.1f}" for name, value in seconds.items() if value >= 30)
-    tokens = [summary["generated_tokens"] for summary in summaries]
     minutes = [sum(summary["seconds_by_phase"].values()) / 60 for summary in summaries]
     rows += [
         ["steps", "", mean_with_range([summary["num_steps"] for summary in summaries], ".0f")],
-        ["generated tokens", "", mean_with_range(tokens, ",.0f")],
+        ["generated tokens", "", mean_with_range([s["generated_tokens"] for s in summaries], ",.0f")],
         [f"minutes on two cores ({phases})", "", mean_with_range(minutes, ".0f")],
         ["peak memory of both ranks", "",
          f"{mean_with_range([summary['peak_rss_bytes'] / 2**30 for summary in summaries], '.1f')} GiB"],
@@ -350,8 +354,7 @@ def write_results(run_dir: Path, phases: Phases, settings: list[str]) -> None:
     own = ("train.seed=", "run.dir=")
     data = {"seed": config["train"]["seed"], "settings": [s for s in settings if not s.startswith(own)]}
     data |= record_of(run_dir)
-    others = {name: seconds for name, seconds in phases.seconds.items() if name != "train"}
-    data["summary"]["seconds_by_phase"] |= others
+    data["summary"]["seconds_by_phase"] |= {n: s for n, s in phases.seconds.items() if n != "train"}
     write_json(run_dir / "summary.json", data["summary"])
     write_json(run_dir / "record.json", data)
     files = [run_dir / f"{when}_completions.jsonl" for when in ("before", "after")]
@@ -411,9 +414,8 @@ def main(args: argparse.Namespace) -> None:
     phases.run("convert", (DENSE / "config.json").is_file(), lambda: make_dense(args.wheel))
     phases.run("upcycle", MOE.exists(), make_moe)
     phases.run("prompts", has_prompts(args.job), lambda: make_prompts(args.job))
-    config = ROOT / CONFIG.format(args.job)
-    train = [*torchrun(NUM_RANKS), ROOT / "train_rl.py", "--config", config, *args.settings]
-    phases.run("train", False, lambda: call(*train))
+    train = [ROOT / "train_rl.py", "--config", ROOT / CONFIG.format(args.job), *args.settings]
+    phases.run("train", False, lambda: call(*torchrun(NUM_RANKS), *train))
     for when, model in (("before", MOE), ("after", run_dir / "model")):
         work = functools.partial(evaluate, model, run_dir, when)
         phases.run(f"evaluate {when}", is_evaluated(model, run_dir, when), work)

@@ -1,9 +1,12 @@
 """`make real`: conversion, phases that resume, and the report with texts before and after training."""
 
 import json
+import subprocess
+import sys
 
+import psutil
 import pytest
-from helpers import make_config
+from helpers import ROOT, make_config
 
 from data import smollm2
 from experiments import evaluate, real
@@ -28,6 +31,19 @@ def test_finished_phases_are_skipped_and_their_seconds_are_kept(tmp_path):
     with pytest.raises(RuntimeError, match="exit code 3"):
         phases.run("train", False, lambda: real.call("sh", "-c", "exit 3"))
     assert list(real.Phases(tmp_path).seconds) == ["check"]  # a failed phase runs again
+
+
+def test_a_phase_ends_with_the_script():
+    """SIGTERM to the script alone; the phase first waits until the script handles it."""
+    caught = "int(open(f'/proc/{os.getppid()}/status').read().split('SigCgt:')[1].split()[0], 16)"
+    phase = f"import os, time\nwhile not {caught} >> 14 & 1: pass\n"
+    phase += "print(os.getpid(), flush=True)\ntime.sleep(900)"
+    script = f"import sys\nfrom experiments import real\nreal.call(sys.executable, '-c', {phase!r})"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        pid = int(process.stdout.readline())
+        process.terminate()
+        assert "exit code -15" in process.communicate()[1] and not psutil.pid_exists(pid)
 
 
 def test_another_start_is_refused(capsys):
@@ -100,16 +116,11 @@ def test_prompts_of_other_options_are_made_again(tmp_path, monkeypatch):
     assert not real.has_prompts("tasks") and real.has_prompts("instructions")
 
 
-def test_a_small_disk_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(real, "DISK_BYTES", 1e18)
-    monkeypatch.setattr(real, "MEMORY_BYTES", 0)
-    with pytest.raises(ValueError, match="run.dir"):
-        real.announce(tmp_path, 25)
-
-
-def test_little_memory_is_refused_before_a_download(tmp_path, monkeypatch):
-    monkeypatch.setattr(real, "MEMORY_BYTES", 1e18)
-    with pytest.raises(ValueError, match="GB of memory"):
+@pytest.mark.parametrize("disk, memory, named", [(1e18, 0, "run.dir"), (0, 1e18, "GB of memory")])
+def test_a_small_disk_or_memory_is_refused_before_a_download(disk, memory, named, tmp_path, monkeypatch):
+    monkeypatch.setattr(real, "DISK_BYTES", disk)
+    monkeypatch.setattr(real, "MEMORY_BYTES", memory)
+    with pytest.raises(ValueError, match=named):
         real.announce(tmp_path, 25)
 
 
@@ -133,15 +144,8 @@ def test_the_report_shows_texts_and_figures_of_both_models(tmp_path):
     assert data["versions"] == {"commit": "c0ffee"} and "4-bit" in data["summary"]["start"]
     assert (data["summary"]["accuracy_before"], data["summary"]["accuracy_after"]) == (0, 1)
     report = real.report_text(data)
-    for words in (
-        "| steps |  | 3 |",
-        "16.0 GiB",
-        "(rollout 1.0)",
-        "Tea, tea.",
-        "A cup of tea",
-        "Write about tea.",
-    ):
-        assert words in report
+    words = ("| steps |  | 3 |", "16.0 GiB", "(rollout 1.0)", "Tea, tea.", "A cup of tea", "Write about tea.")
+    assert [text for text in words if text not in report] == []
     assert report.count("```") == 4  # the fence in a text opens no block
 
 
@@ -182,9 +186,7 @@ def test_a_gain_on_a_task_counts_above_the_best_constant(tmp_path, capsys):
 
     def collect(*names):
         file = tmp_path / "seeds.json"
-        real.main(
-            real.parse_args(["--json", str(file), "--collect", *(str(tmp_path / name) for name in names)])
-        )
+        real.main(real.parse_args(["--json", str(file), "--collect", *(str(tmp_path / n) for n in names)]))
         return json.loads(file.read_text())
 
     assert [record["seed"] for record in collect("a", "b")] == [0, 1]

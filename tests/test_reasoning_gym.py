@@ -189,6 +189,7 @@ def test_constants_repeats_and_failures_are_reported(monkeypatch, capsys, tmp_pa
     assert few.num_repeated > 100 and len(few.rows) <= 155
     sums = [tuple(sorted(row["prompt"].split())) for row in few.rows if "+" in row["prompt"]]
     assert len(sums) == len({*sums}) > 40, "3 + 5 and 5 + 3 are one"
+    assert command.content_of("Calculate 5 + 3.", "8") == command.content_of("The sum 3 + 5 =", "8")
     assert "different prompts" in " ".join(command.describe(few, 250))
     even = command.make_part("products", 0, 40, 0, set(), most=0.1)  # one digit: a fifth of the answers are 0
     assert sum(reasoning_gym.reference_of(row["answer"]) == "0" for row in even.rows) == 4
