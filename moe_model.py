@@ -203,9 +203,7 @@ def select_targets(packed: PackedSequences, is_target: Tensor) -> PackedSequence
     """
     is_target = is_target.to(packed.target_ids.device)
     return replace(
-        packed,
-        predictor_index=packed.predictor_index[is_target],
-        target_ids=packed.target_ids[is_target],
+        packed, predictor_index=packed.predictor_index[is_target], target_ids=packed.target_ids[is_target]
     )
 
 

@@ -817,9 +817,7 @@ class RewardSettings(Section):
     num_workers: Count = setting(2, "processes per rank that score completions", on_resume="free")
     timeout_s: Seconds = setting(10.0, "seconds after which a verdict counts as a timeout", on_resume="free")
     memory_gib: Annotated[float, Field(ge=0.125, le=65536)] = setting(
-        2.0,
-        "address space of a worker process, and of each of its children, in GiB",
-        on_resume="free",
+        2.0, "address space of a worker process, and of each of its children, in GiB", on_resume="free"
     )
     max_failed_frac: PositiveFraction = setting(
         0.5,

@@ -320,8 +320,8 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, runtime": 5099,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1838,
-    "lines of Python, the root": 11518,
-    "lines of Python, verifiers": 3935,
+    "lines of Python, the root": 11514,
+    "lines of Python, verifiers": 3939,
 }
 
 

@@ -124,6 +124,9 @@ _NOTATIONS = (  # numbers and functions as people, books and programs write them
     (r"[\u20ac\u00a3\u00a5]", ""),
     (r"(?<!\\)%", r"\\%"),
     (r"(?<=[})])\s*\\%", r" \\cdot 1\\%"),
+    # 12\text{ cats and }13\text{ dogs}; 12\text{ cats}, 13\text{ cats}
+    (rf"(?<=[\w)}}]){_SPACE}*{TEXT_COMMAND}\{{[A-Za-z\s,;]*\b(?:and|or)\s*\}}(?=\s*[-\\\w(])", ","),
+    (rf"(?<=[\w)}}]){_SPACE}*{TEXT_COMMAND}\{{[A-Za-z\s]*\}}(?=\s*[,;]\s*[-\\\w(])", ""),
     (r"\\mathbb\s*\{?R\}?\s*(?:-|\\backslash)\s*(?=\\\{)", r"\\mathbb{R}\\setminus "),
     (r"(?<![A-Za-z])([A-Za-z])('{1,3})(?![A-Za-z])", lambda match: f"{match[1]}_{{{'p' * len(match[2])}}}"),
 )  # fmt: skip
@@ -231,7 +234,7 @@ def parse(content: str, whole: bool = False, units: bool = True) -> list:
     # 10 from \boxed{7^{7^7} \bmod 10}.
     config = library.LatexExtractionConfig(try_extract_without_anchor=not whole)
     text = plain_latex(content).strip().rstrip(".")
-    if not units or ends_in_variable(text):
+    if not units or ends_in_variable(text) or _WORDS_BETWEEN.search(text):
         normal = dataclasses.replace(config.normalization_config, units=False)
         config = dataclasses.replace(config, normalization_config=normal)
     if re.search(r"(?<![\w}_^])\d+(?:\.\d+)?(?:\s|~|\\ )+\d", text):  # numbers without a sign between
@@ -239,6 +242,12 @@ def parse(content: str, whole: bool = False, units: bool = True) -> list:
     return library.parse(r"\boxed{" + text + "}", [config], parsing_timeout=None, raise_on_error=True)
 
 
+# math-verify takes all from the first \text{...} on for a unit, if the answer ends in a brace.
+_WORDS_BETWEEN = re.compile(
+    rf"(?<=[\w)}}]){_SPACE}*{TEXT_COMMAND}\{{"
+    r"(?!\s*(?:(?:for|if|when|where|with)\b[^{}]*\}\s*[A-Za-z][^,;]*$|\((?!or\b|and\b)))[^{}]*\}"
+    rf"(?!\s*(?:=|\\approx)|(?:{_SPACE}|[/*()]|\\cdot|\\times|\^\s*(?:\{{-?\d+\}}|\d)|{TEXT_COMMAND}\{{[^{{}}]*\}})*$)"
+)
 _LAST_LETTER = re.compile(r"(?<![A-Za-z\\/])([A-Za-z]|mg)$")
 
 

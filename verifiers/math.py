@@ -45,11 +45,8 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     answer = undressed(answer)
     matches = _comparison(answer)
     if matches is not equal and not _is_text(answer):
-        return (
-            0.0,
-            "error",
-            f"the reference answer {answer[:99]!r} has no letter or digit, or the braces do not match",
-        )
+        detail = f"the reference answer {answer[:99]!r} has no letter or digit, or the braces do not match"
+        return 0.0, "error", detail
     contents = last_boxes(completion)
     if contents and (final := _last_word(completion, matches is _matches_choice)):
         contents = [final]

@@ -151,9 +151,8 @@ def generator(task: str, config: str = "{}", seed: int = 0):
     if reason := refusal(task):
         raise ValueError(reason)
     make, settings = load().factory.DATASETS[task]
-    known = {field.name for field in fields(settings)}
     values = json.loads(config)
-    if unknown := set(values) - known:
+    if unknown := set(values) - {field.name for field in fields(settings)}:
         raise ValueError(f"the task {task} has no setting {min(unknown)}")
     return make(settings(**values | {"seed": seed}))
 
@@ -194,8 +193,7 @@ def score(row: dict, text: str) -> float:
     metadata = dict(row["metadata"])
     if row["task"] in ("arc_agi", "rearc"):  # compared with a tuple, which JSON lacks
         metadata["output"] = tuple(map(tuple, metadata["output"]))
-    entry = {"answer": row.get("answer"), "metadata": metadata}
-    value = float(verifier_of(row).score_answer(text, entry))
+    value = float(verifier_of(row).score_answer(text, {"answer": row.get("answer"), "metadata": metadata}))
     if not value >= 1 - 1e-9:
         return value if value > 0 else 0.0
     if row["task"] == "gsm_symbolic":  # which reads -4 as 4, and the first of several numbers
