@@ -415,7 +415,7 @@ def main(args: argparse.Namespace) -> None:
     phases.run("upcycle", MOE.exists(), make_moe)
     phases.run("prompts", has_prompts(args.job), lambda: make_prompts(args.job))
     train = [ROOT / "train_rl.py", "--config", ROOT / CONFIG.format(args.job), *args.settings]
-    phases.run("train", False, lambda: call(*torchrun(NUM_RANKS), *train))
+    phases.run("train", False, lambda: call(*torchrun(NUM_RANKS), "--shutdown-timeout=600", *train))
     for when, model in (("before", MOE), ("after", run_dir / "model")):
         work = functools.partial(evaluate, model, run_dir, when)
         phases.run(f"evaluate {when}", is_evaluated(model, run_dir, when), work)
