@@ -234,7 +234,7 @@ def parse(content: str, whole: bool = False, units: bool = True) -> list:
     # 10 from \boxed{7^{7^7} \bmod 10}.
     config = library.LatexExtractionConfig(try_extract_without_anchor=not whole)
     text = plain_latex(content).strip().rstrip(".")
-    if not units or ends_in_variable(text) or _WORDS_BETWEEN.search(text):
+    if not units or ends_in_variable(text) or _MORE_THAN_UNITS.search(text):
         normal = dataclasses.replace(config.normalization_config, units=False)
         config = dataclasses.replace(config, normalization_config=normal)
     if re.search(r"(?<![\w}_^])\d+(?:\.\d+)?(?:\s|~|\\ )+\d", text):  # numbers without a sign between
@@ -242,11 +242,13 @@ def parse(content: str, whole: bool = False, units: bool = True) -> list:
     return library.parse(r"\boxed{" + text + "}", [config], parsing_timeout=None, raise_on_error=True)
 
 
-# math-verify takes all from the first \text{...} on for a unit, if the answer ends in a brace.
-_WORDS_BETWEEN = re.compile(
-    rf"(?<=[\w)}}]){_SPACE}*{TEXT_COMMAND}\{{"
+# math-verify takes all from the first \text{...} on for units if a brace ends it, like 5\text{ or }6\text{ m}
+_OPERATION = r"\s*(?:squared|cubed|factorial)\b"
+_MORE_THAN_UNITS = re.compile(
+    rf"(?<=[\w)}}]){_SPACE}*{TEXT_COMMAND}\{{(?:"
     r"(?!\s*(?:(?:for|if|when|where|with)\b[^{}]*\}\s*[A-Za-z][^,;]*$|\((?!or\b|and\b)))[^{}]*\}"
     rf"(?!\s*(?:=|\\approx)|(?:{_SPACE}|[/*()]|\\cdot|\\times|\^\s*(?:\{{-?\d+\}}|\d)|{TEXT_COMMAND}\{{[^{{}}]*\}})*$)"
+    rf"|{_OPERATION}|[^{{}}(]*\b(?:or|nor|not|but|and(?=\s+(?:\d|an?\b)))\b)"
 )
 _LAST_LETTER = re.compile(r"(?<![A-Za-z\\/])([A-Za-z]|mg)$")
 
@@ -765,14 +767,14 @@ def _quantity(text: str) -> tuple[tuple | None, Fraction, str]:
     plain = " ".join(re.sub(rf"{_SPACE}+", " ", plain).split()).rstrip(".")
     pairs = _PAIR.findall(plain)
     if len(pairs) > 1 and not _PAIR.sub("", plain):
-        units = [_UNIT[name] for _, name in pairs]
-        sizes = [size for _, size in units]
-        if len({dimension for dimension, _ in units}) == 1 and sizes == sorted(set(sizes), reverse=True):
-            total = sum(Fraction(number) * size for (number, _), (_, size) in zip(pairs, units))
-            return (units[0][0], 1), sizes[-1], f"{_COMPOUND}{total / sizes[-1]}"
+        dimensions, sizes = zip(*(_UNIT[name] for _, name in pairs))
+        if len({*dimensions}) == 1 and [*sizes] == sorted({*sizes}, reverse=True):
+            total = sum(Fraction(number) * size for (number, _), size in zip(pairs, sizes))
+            return (dimensions[0], 1), sizes[-1], f"{_COMPOUND}{total / sizes[-1]}"
     match = _AT_END.search(plain)
     number = plain[: match.start()] if match else re.sub(r"(?:(?<=[\d}\s])\s*[A-Za-z]{3,})+$", "", plain)
-    if not re.search(r"\d", number) or re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", number)):
+    is_number = re.search(r"\d", number) and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", number))
+    if not is_number or re.search(rf"(?<=[\d}}]){_OPERATION}", plain):
         return None, Fraction(1), text
     if match is None:
         return None, Fraction(1), number if number != plain else text

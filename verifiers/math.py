@@ -50,9 +50,8 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     contents = last_boxes(completion)
     if contents and (final := _last_word(completion, matches is _matches_choice)):
         contents = [final]
-    is_cut = re.search(r"\\(?:boxed|fbox)\s*\{", completion[boxes(completion)[-1][1] if contents else 0 :])
-    if is_cut:  # a cut box is no answer
-        contents = []
+    if re.search(r"\\(?:boxed|fbox)\s*\{", completion[boxes(completion)[-1][1] if contents else 0 :]):
+        contents = []  # a cut box is no answer
     elif not contents:
         contents = [text] if (text := unboxed_answer(completion, matches is equal)) else []
         if matches is equal and re.fullmatch(r"\s*\(.*\)\s*", "".join(contents)):
@@ -64,8 +63,7 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     contents = [undressed(_in_latin(content, is_prose=False)) for content in contents]
     joined = ", ".join(contents)
     if too_large(joined) or too_large(answer):
-        is_right = normal_text(joined) == normal_text(answer)
-        return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
+        return (1.0, "ok", "") if normal_text(joined) == normal_text(answer) else (0.0, "wrong", "")
     is_right = joined.split() == answer.split()  # the reference itself, also if nothing can read it
     decided = None if is_right else decide(joined, answer, _is_match)
     if decided is not None:
