@@ -9,12 +9,11 @@ difficulty (the level; empty: the default of the package) and task. Tasks and le
 
 Item i of the package is drawn with seed + i, so that two sets with neighbouring seeds are the same but for
 one item. Here all rows of a task come from one stream, whose start is a hash of seed, task and level. A
-prompt occurs once in both files together, also with its words in another order if the answer is the same,
-as does a calculation (3 * 2 and "Calculate 2 * 3."); repeated prompts are dropped and counted.
+prompt occurs once in both files together, also with its words in another order if the answer is the same.
+A calculation occurs once, too ("3 * 2 =" and "Calculate 2 * 3."). Repeated prompts are dropped and counted.
 
-Many tasks have a frequent answer, which reinforcement learning finds before anything else. The command tries
-the most frequent answers as constants, by the verifier, and warns above 15 % of the rows; --balance leaves
-rows with a frequent answer out.
+Many tasks have a frequent answer, which reinforcement learning finds first. The command tries the most
+frequent answers as constants and warns above 15 % of the rows; --balance leaves out frequent answers.
 """
 
 import contextlib
@@ -182,7 +181,8 @@ def best_constant(rows: list[dict]) -> tuple[str, float, float]:
     for constant in dict.fromkeys([*(value for value, _ in frequent), *CONSTANTS]):
         rewards = [reasoning_gym.verify(f"<answer>{constant}</answer>", answer)[0] for answer in answers]
         shares.append((rewards.count(1) / len(rewards), sum(rewards) / len(rewards), constant))
-    return max(shares)[2], max(shares)[0], max(mean for _, mean, _ in shares)
+    share, _, constant = max(shares)
+    return constant, share, max(mean for _, mean, _ in shares)
 
 
 def split_parts(parts: list[Part], num_train: int, num_test: int) -> tuple[list[dict], list[dict]]:

@@ -97,13 +97,13 @@ def is_newer(file: Path, source: Path) -> bool:
 
 
 def call(*command) -> None:
-    """Run a command of the project; RuntimeError if it fails. A first signal lets training save its state."""
+    """Run a command of the project; RuntimeError if it fails. SIGTERM and Ctrl-C reach it."""
     words = [str(word) for word in command]
     with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             process.wait()
-        except KeyboardInterrupt:  # Ctrl-C reaches the command, too
+        except KeyboardInterrupt:  # the terminal has sent it to the command, too
             process.wait()
             raise
         finally:

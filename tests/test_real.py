@@ -40,7 +40,8 @@ def test_a_phase_ends_with_the_script():
     phase += "print(os.getpid(), flush=True)\ntime.sleep(900)"
     script = f"import sys\nfrom experiments import real\nreal.call(sys.executable, '-c', {phase!r})"
     command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         pid = int(process.stdout.readline())
         process.terminate()
         assert "exit code -15" in process.communicate()[1] and not psutil.pid_exists(pid)

@@ -242,7 +242,7 @@ def parse(content: str, whole: bool = False, units: bool = True) -> list:
     return library.parse(r"\boxed{" + text + "}", [config], parsing_timeout=None, raise_on_error=True)
 
 
-# math-verify takes all from the first \text{...} on for units if a brace ends it, like 5\text{ or }6\text{ m}
+# 5\text{ or }6\text{ m}: math-verify drops all from the first text on as units, and would read 5.
 _OPERATION = r"\s*(?:squared|cubed|factorial)\b"
 _MORE_THAN_UNITS = re.compile(
     rf"(?<=[\w)}}]){_SPACE}*{TEXT_COMMAND}\{{(?:"
