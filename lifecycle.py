@@ -491,7 +491,7 @@ def load_data(
         )
     drop_impossible(loaded, pool, config, checkpoint)
     windows = [
-        Window(c.zero_variance.offline_scores, c.zero_variance.offline_pass_rate, c.reward.binary)
+        Window(c.zero_variance.offline_scores, c.zero_variance.offline_pass_rate, c.reward.binary, c.rollout)
         for c in configs
     ]
     offers, scores = offers_of(loaded, sets, windows, places)

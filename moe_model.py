@@ -1041,9 +1041,7 @@ def check_supported(config: PretrainedConfig) -> None:
     if rope_type not in ("default", "llama3"):
         problems.append(f"rope_type is {rope_type!r}, supported are 'default' and 'llama3'")
     if getattr(config, "quantization_config", None):
-        problems.append(
-            "the weights are quantised (quantization_config); take a folder with bfloat16 weights"
-        )
+        problems.append("the weights are quantised (quantization_config); take a folder of bfloat16 weights")
     if problems:
         raise ValueError("model not supported: " + "; ".join(problems))
 

@@ -286,9 +286,7 @@ MICRO_BATCH_SIZES = (4096, 2048, 1024, 512)  # on CPUs; larger micro-batches are
 class TrainSettings(Section):
     """Length of a run, optimizer, and the composition of an update."""
 
-    num_steps: Count = setting(
-        200, "number of steps; a step is one rollout and its updates", on_resume="free"
-    )
+    num_steps: Count = setting(200, "number of steps, each a rollout and its updates", on_resume="free")
     max_generated_tokens: CountOrNull = setting(
         None,
         "stop after this many tokens over all ranks: generated tokens, plus tokens that an extra charges "
@@ -452,7 +450,7 @@ def without_empty_text(stops: list[int | str]) -> list[int | str]:
     """Return the entries of rollout.stop; ValueError for an empty text, which every completion contains."""
     if "" in stops:
         raise ValueError("an empty text would end every completion at once, leave it out")
-    return stops
+    return [without_written_escapes(stop) if isinstance(stop, str) else stop for stop in stops]
 
 
 class RolloutSettings(Section):
@@ -643,6 +641,8 @@ def with_place_of_prompt(template: str) -> str:
     """Return the template; ValueError if it lacks the placeholder {prompt}."""
     if "{prompt}" not in template:
         raise ValueError(f"template {template!r} does not contain {{prompt}}, the place of the prompt")
+    if found := re.search(r"{{(prompt)?}}", template):
+        raise ValueError(f"template {template!r}: braces are single here, {found[0]} would stay doubled")
     return template
 
 
@@ -661,8 +661,8 @@ class PromptSource(Section):
     subset: str | None = setting(None, "configuration of a hub dataset, for example main; null: its default")
     split: str = setting(
         "train",
-        "split of a hub dataset or a saved dataset. In a folder, read the files whose names begin with the "
-        "split, or all files of one split if no name does.",
+        "split of a hub dataset or a saved dataset. In a folder, read the files with the split as a word in "
+        "their names; if no name has it, train reads all files of one split.",
     )
     kind: Annotated[str | None, BeforeValidator(kind_of_mapping), AfterValidator(with_known_kinds)] = setting(
         None,
@@ -863,9 +863,7 @@ class RewardSettings(Section):
         "0: off",
         per_stage=True,
     )
-    overlong_coef: NonNegative = setting(
-        1.0, "penalty of a completion that is max_new_tokens long", per_stage=True
-    )
+    overlong_coef: NonNegative = setting(1.0, "penalty of a completion of max_new_tokens", per_stage=True)
     repetition_coef: NonNegative = setting(
         0.0, "factor of the fraction of repeated n-grams, subtracted from the reward; 0: off", per_stage=True
     )

@@ -176,6 +176,8 @@ def read_messages(value, where: str) -> list[dict]:
         if content is None:
             shown = repr(message.get("content"))[:80]
             raise refuse(f"message {number}: only text can be rendered, found the content {shown}")
+        if message.get("tool_calls"):
+            raise refuse(f"message {number} has tool_calls, which are not rendered: write them as text")
         if half_a_character(content):
             raise refuse(f"message {number} holds half a character (a surrogate): {content[:80]!a}")
         messages.append({"role": message["role"], "content": content})

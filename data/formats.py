@@ -25,7 +25,7 @@ from pathlib import Path
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FILE_SUFFIXES = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES))
 OTHER_SUFFIXES = (".txt", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2", ".xlsx", ".ndjson", ".pkl")
-SPLITS = r"(?i)(train|training|test|testing|valid|validation|val|dev|eval)(?![a-z])"  # in names of files
+SPLITS = frozenset("train training test testing valid validation val dev eval".split())  # in names of files
 HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 
 Table = tuple[str, list[dict]]  # (name of the file or hub dataset, for error messages; rows)
@@ -48,8 +48,8 @@ def load_tables(path: str, subset: str | None = None, split: str = "train") -> l
     """Load the rows of a path, file by file. ValueError names the file. Local files need no network.
 
     subset, split: configuration and split of a hub dataset. In a save_to_disk folder with several splits,
-    `split` selects one of the splits. In a folder of files, `split` selects the files whose names begin with
-    the split, for example train-00.parquet; if no name matches, all files of one split.
+    `split` selects one of the splits. In a folder of files, `split` selects the files whose names hold the
+    split as a word, for example train-00.parquet; if no name does, train means all files of one split.
     """
     local = os.path.expanduser(path)
     if is_saved_to_disk(local):
@@ -91,19 +91,20 @@ def find_files(path: str, local: str, split: str) -> list[str]:
 
 
 def files_of_folder(path: str, folder: str, split: str) -> list[str]:
-    """List the data files of a folder whose names begin with the split, for example train1.jsonl.
+    """List the data files of a folder whose names hold the split as a word, for example gsm8k_train1.jsonl.
 
-    If no name does, these are all data files. ValueError if they are of several splits.
+    If no name does, these are all data files. ValueError if they are of several splits, or not of the split.
     """
     files = sorted(file for file in os.listdir(folder) if file.endswith(FILE_SUFFIXES) and file[0] != ".")
     if not files:
         raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file, with or without .gz")
-    split_files = [file for file in files if re.match(rf"{re.escape(split)}(?![A-Za-z])", file)]
-    others = {match[1].lower() if (match := re.match(SPLITS, file)) else None for file in files}
-    if len(others) > 1 and not split_files:
+    word = re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])", re.IGNORECASE)
+    split_files = [file for file in files if word.search(file)]
+    found = {SPLITS.intersection(re.findall("[a-z]+", file.lower())) for file in files}
+    if not split_files and (len(found) > 1 or split != "train" and found != {frozenset()}):
         raise ValueError(
-            f"{path}: no file begins with the split {split!r}, and {files[0]} and {files[-1]} are not of one "
-            "split; set `split`, or name a file or a pattern"
+            f"{path}: no file is of the split {split!r}, and {files[0]} and {files[-1]} are of others; set "
+            "`split`, or name a file or a pattern"
         )
     return [os.path.join(folder, file) for file in split_files or files]
 

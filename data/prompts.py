@@ -236,10 +236,8 @@ def in_difficulty_range(rows: list[Row], source: PromptSource) -> list[Row]:
     if not matching:
         low, high = source.difficulty
         levels = [row.prompt.difficulty for row in rows if row.prompt.difficulty is not None]
-        available = f"{min(levels):g} to {max(levels):g}" if levels else "none, set columns.difficulty"
-        raise ValueError(
-            f"{source.path}: no prompt has difficulty {low:g} to {high:g}; available: {available}"
-        )
+        known = f"{min(levels):g} to {max(levels):g}" if levels else "none, set columns.difficulty"
+        raise ValueError(f"{source.path}: no prompt has difficulty {low:g} to {high:g}; available: {known}")
     return matching
 
 
@@ -435,6 +433,9 @@ def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str 
         optional.add("answer")  # custom functions may judge a completion by itself
     resolved = {}
     all_rows = [row for _, rows in tables for row in rows]
+    for name in re.findall(r"(?<!\w){(\w+)}", source.template):
+        if name in all_rows[0] and name not in ("prompt", *KNOWN_COLUMNS["answer"]):
+            raise ValueError(f"{source.path}: template fills in {{prompt}} alone, {{{name}}} would stay")
     for role in COLUMNS:
         named = source.columns.get(role)
         candidates = (named,) if named else () if role in source.columns else KNOWN_COLUMNS[role]

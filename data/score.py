@@ -5,7 +5,6 @@
         --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 --output runs/scores.jsonl
     python -m data.score --model MODEL --prompts verl/train.parquet --output scores.jsonl --limit 1000 \\
         --system-prompt "Be brief." --chat-template-args "{enable_thinking: false}" --on-bad-row drop
-    python -m data.score --help
 
 MODEL is the folder of a Hugging Face checkpoint, or the name of a model on the hub, as in model.path.
 Prompts are loaded and rendered as in training, with the options of the settings' section `data`.
@@ -409,11 +408,6 @@ def earlier_choice(output: Path, name: str) -> str | None:
     return None
 
 
-def date_of(output: Path) -> str:
-    """Return the date that a chat template writes into the prompts: of an earlier command, or today's."""
-    return earlier_choice(output, "date") or datetime.now().date().isoformat()
-
-
 def dtype_of(args: argparse.Namespace) -> str:
     """Return --dtype; for auto, the dtype of an earlier command, or the choice of rollout.dtype auto."""
     earlier = earlier_choice(args.output, "dtype") if args.dtype == "auto" else None
@@ -438,7 +432,7 @@ def header_of(args: argparse.Namespace, kinds: list[str]) -> dict:
 def main(args: argparse.Namespace) -> None:
     """Score all prompts that are missing in the output, and print a summary of the file."""
     join_ranks()
-    date = from_rank_0(args.data.date or date_of(args.output))
+    date = from_rank_0(args.data.date or earlier_choice(args.output, "date") or str(datetime.now().date()))
     args.data = args.data.model_copy(update={"date": date})
     args.dtype = from_rank_0(dtype_of(args))
     prompts, prompt_ids, tokenizer, notes = read_prompts(args)

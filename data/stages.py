@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from data.prompts import DataSettings, OfflineScore, Prompt, check_disjoint
+from data.prompts import DataSettings, OfflineScore, Prompt, check_disjoint, containment_warning
 from data.stream import (
     LoadedSets,
     Mixture,
     epoch_length,
-    foreign_kinds,
     keep_by_offline_scores,
     load_sets,
     mixture_of,
@@ -54,6 +53,7 @@ class Window:
     offline_scores: str | None  # output file of data/score.py; None: no filter
     offline_pass_rate: tuple[float, float]  # closed range of pass rates
     binary: bool = False  # reward.binary: a partly right completion counts as wrong
+    rollout: object = None  # settings of sampling, to compare with those of the scores
 
 
 def load_stages(
@@ -131,6 +131,7 @@ def unite(sets: list[LoadedSets]) -> LoadedSets:
         united.dropped += loaded.dropped
     for prompts, _ in united.eval_sets.values():
         check_disjoint(united.train, prompts)
+        united.notes += containment_warning(united.train, prompts)
     return united
 
 
@@ -171,9 +172,8 @@ def offers_of(
             mixture = mixture_of(prompts, loaded.train_weights)
         except ValueError as error:
             raise ValueError(f"{place}: {error}" if len(sets) > 1 else str(error)) from error
-        if foreign := foreign_kinds(prompts, window.offline_scores):
-            prefix = f"{place}: " if len(sets) > 1 else ""
-            union.notes.append(f"{prefix}zero_variance.offline_scores are of another verifier than {foreign}")
+        prefix = f"{place}: " if len(sets) > 1 else ""
+        union.notes += [prefix + note for note in notes_of_scores(prompts, scores, window)]
         stage_names.append(([name for name, _ in offered], mixture))
         for (name, _), score in zip(offered, scores):
             score_of[name] = score_of.get(name) or score
@@ -186,6 +186,22 @@ def offers_of(
     union.train_ids = [union.train_ids[i] for i in remaining]
     offers = [Offers([index_of[name] for name in offered], mixture) for offered, mixture in stage_names]
     return offers, [score_of[names[i]] for i in remaining]
+
+
+def notes_of_scores(prompts: list[Prompt], scores: list[OfflineScore | None], window: Window) -> list[str]:
+    """List what an offline score file lacks or measured otherwise: prompts, verifiers and sampling."""
+    if window.offline_scores is None:
+        return []
+    with open(window.offline_scores, encoding="utf-8") as file:
+        header = json.loads(file.readline())
+    foreign = ", ".join(sorted({prompt.kind for prompt in prompts} - set(header.get("kinds", []))))
+    notes = [f"are of another verifier than {foreign}"] if foreign else []
+    if missing := scores.count(None):
+        notes.append(f"lack {missing:,} training prompts, which stay")
+    for name in ("max_new_tokens", "temperature", "stop") if window.rollout else ():
+        if header.get(name, value := getattr(window.rollout, name)) != value:
+            notes.append(f"have {name} {header[name]}, the run has {value}")
+    return [f"zero_variance.offline_scores {note}" for note in notes]
 
 
 def in_window(

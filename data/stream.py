@@ -64,15 +64,6 @@ def keep_by_offline_scores(
     return indices, [scores[i] for i in indices]
 
 
-def foreign_kinds(prompts: list[Prompt], path: str | None) -> str:
-    """List the verifiers of the prompts that are missing in the header of a score file, as text."""
-    if path is None:
-        return ""
-    with open(path, encoding="utf-8") as file:
-        kinds = json.loads(file.readline()).get("kinds", [])
-    return ", ".join(sorted({prompt.kind for prompt in prompts} - set(kinds)))
-
-
 def digest_of(prompts: list[Prompt]) -> str:
     """Hash prompts, answers, verifiers and other columns in order.
 
@@ -236,13 +227,9 @@ def leave_out(loaded: LoadedSets, reasons: dict[tuple[str, str | None], str]) ->
 
 
 def drop_overlong(
-    prompt_set: PromptSet,
-    data: DataSettings,
-    tokenizer,
-    max_prompt_tokens: int,
-    name: str = "rollout.max_prompt_tokens",
+    prompt_set: PromptSet, data: DataSettings, tokenizer, max_tokens: int, name="rollout.max_prompt_tokens"
 ) -> list[tuple[Row, list[int]]]:
-    """Return (row, token ids) of the prompts with 1 to max_prompt_tokens tokens.
+    """Return (row, token ids) of the prompts with 1 to max_tokens tokens.
 
     Other rows are bad rows: they are dropped or raise ValueError, see data.on_bad_row. name: the setting or
     option that sets the limit, for messages.
@@ -250,10 +237,10 @@ def drop_overlong(
     pairs = []
     prompt_ids = tokenize([row.prompt for row in prompt_set.rows], tokenizer)
     for row, ids in zip(prompt_set.rows, prompt_ids):
-        if 1 <= len(ids) <= max_prompt_tokens:
+        if 1 <= len(ids) <= max_tokens:
             pairs.append((row, ids))
             continue
-        limit = f"{name} {max_prompt_tokens}"
+        limit = f"{name} {max_tokens}"
         reason = f"longer than {limit}" if ids else "without a token"
         detail = (
             f"the prompt has {len(ids)} tokens, {limit}: {row.prompt.text[:80]!r}; raise the limit or remove "
@@ -298,10 +285,10 @@ def set_lines(prompt_set: PromptSet, num_prompts: int, num_held_out: int = 0) ->
     line = f"{source.place}: {num_prompts:,} prompts{held_out}{weight}, {prompt_set.description}"
     lines = [line, dropped_line(source.label, prompt_set.dropped)] if prompt_set.dropped else [line]
     first = prompt_set.rows[0].prompt
-    for name in sorted({"options", "choices"} & first.columns.keys()):
+    for name in sorted({"options", "choices", "tools", "images"} & first.columns.keys()):
         values = first.columns[name]
         values = values.get("text") if isinstance(values, dict) else values  # as in ARC
-        if isinstance(values, list) and not any(str(value) in first.text for value in values):
+        if values and isinstance(values, list) and not any(str(value) in first.text for value in values):
             lines.append(
                 f"warning: {source.place}: the column {name!r} is not part of the prompt, so the policy does "
                 "not see it; write it into the prompt column"

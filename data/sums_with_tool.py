@@ -101,11 +101,10 @@ def with_tools(model: Path, output: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and make the folder and the prompts."""
     parser = command_line("python -m data.sums_with_tool", __doc__)
-    parser.add_argument("--model", type=Path, default=FOLDER / "dense", help="model (default: %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=OUTPUT, help="folder of the prompts (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the sums (default: %(default)s)")
+    add = parser.add_argument
+    add("--model", type=Path, default=FOLDER / "dense", help="model (default: %(default)s)")
+    add("--output", type=Path, default=OUTPUT, help="folder of the prompts (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the sums (default: %(default)s)")
     args = parser.parse_args(argv)
     if not (args.model / "config.json").is_file():
         sys.exit(

@@ -818,7 +818,8 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
 
 TRAINED_WITH = (
     "data.chat", "data.system_prompt", "data.chat_template_args", "data.answer_prefix", "data.tools",
-    "data.environment", "rollout.stop", "rollout.max_turns", "reward.binary",
+    "data.environment", "rollout.stop", "rollout.temperature", "rollout.max_turns", "reward.binary",
+    "reward.scale",
 )  # fmt: skip
 
 
@@ -846,9 +847,8 @@ def training_warnings(model: Path, settings) -> list[str]:
     trained = record_of(model, "config.yaml")
     try:
         pairs = [(name, *name.split(".")) for name in TRAINED_WITH]
-        values = {
-            name: trained[section][key] for name, section, key in pairs if key in trained[section]
-        }  # runs of older versions lack settings
+        # runs of older versions lack settings
+        values = {name: trained[section][key] for name, section, key in pairs if key in trained[section]}
         templates = [source.get("template") for source in trained["data"]["train"]]
     except (AttributeError, KeyError, TypeError):
         return []  # not a run of this project

@@ -20,8 +20,7 @@ rule can verify (--job instructions). Phases:
     quality              experiments/text_quality.py, by figures that the reward does not see
 
 A repeated command resumes: a finished phase is skipped, and training resumes from its newest checkpoint.
-Results in run.dir: summary.json, report.md with texts before and after, texts.html with all,
-record.json with everything that the report shows. --collect prints the tables of several runs.
+Results in run.dir: summary.json, report.md, texts.html, record.json; --collect prints tables of several runs.
 """
 
 import argparse
@@ -127,12 +126,13 @@ def make_moe() -> None:
 
 
 def has_prompts(job: str) -> bool:
-    """Tell whether the rows of a job are made, by today's options."""
-    folders = [PROMPTS] if job == "instructions" else [PROMPTS, TASKS]
-    files = [folder / f"{name}.jsonl" for folder in folders for name in ("train", "test")]
-    options = TASKS / "options.json"
-    made_by = json.loads(options.read_text()) if options.is_file() else None
-    return all(file.is_file() for file in files) and (job == "instructions" or made_by == TASK_OPTIONS)
+    """Tell whether the rows of a job are made, by today's commands and options."""
+    rows = ("train.jsonl", "test.jsonl")
+    commands = {PROMPTS / name: "instructions.py" for name in rows}
+    if job == "tasks":
+        commands |= {TASKS / name: "reasoning_gym.py" for name in (*rows, "options.json")}
+    is_new = all(is_newer(file, ROOT / "data" / command) for file, command in commands.items())
+    return is_new and (job != "tasks" or json.loads((TASKS / "options.json").read_text()) == TASK_OPTIONS)
 
 
 def make_prompts(job: str) -> None:

@@ -120,12 +120,16 @@ class StrictLoader(yaml.SafeLoader):
 
 MAX_VALUES = 100_000  # aliases of aliases can expand a YAML of a few hundred bytes to billions of values
 
+CUT_TEXT = re.compile(r"(?m)^[^#\n]*\b(system_prompt|template|answer_prefix): +[^\s\"'|>#][^#\n]* (#\S+)")
+
 
 def parse_yaml(text: str, where: str) -> object:
     """Parse YAML; ValueError names the file and the line of a syntax error, or says which limit is exceeded.
 
     where: for messages, the file or the setting.
     """
+    if cut := CUT_TEXT.search(text):
+        raise ValueError(f"{where}: YAML cuts {cut[1]} at {cut[2]}, as a comment: put the text in quotes")
     try:
         values = yaml.load(text, Loader=StrictLoader)
         num = num_values(values, {})
@@ -244,6 +248,9 @@ def read_override(text: str) -> dict:
     if not equals:
         raise ValueError(f"{text!r}: expected section.key=value")
     values = parse_yaml(value, name)
+    is_cut = values != value if isinstance(values, str) else values is None and value.strip().startswith("#")
+    if is_cut and value.strip()[0] not in "\"'|>":
+        raise ValueError(f"{name}: YAML reads {value!r} as {values!r}: put the text in quotes of its own")
     for key in reversed(name.split(".")):
         values = {key: values}
     return values
@@ -582,10 +589,7 @@ def command_line(prog: str | None, description: str) -> argparse.ArgumentParser:
 
 def read_mapping(option: str, text: str) -> dict:
     """Parse {key: value} of the command line as YAML; ValueError names the option."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{option}: {' '.join(str(error).split())}") from error
+    value = parse_yaml(text, option)
     if not isinstance(value, dict):
         raise ValueError(f"{option} {text}: expected {{name: value, ...}}")
     return value

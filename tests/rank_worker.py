@@ -205,9 +205,7 @@ def nonfinite(folder: Path) -> dict:
 
 
 BAD_FACTORS = {"infinite": math.inf, "not a number": math.nan, "norm beyond float32": 1e30}
-PRECISIONS = [
-    (dtype, *zero) for dtype in ("float32", "bfloat16") for zero in ((1, False), (2, False), (2, True))
-]
+PRECISIONS = [(d, *zero) for d in ("float32", "bfloat16") for zero in ((1, False), (2, False), (2, True))]
 
 
 def after_bad_updates(completions: list[dict], folder: Path, group, precision: tuple) -> list[tuple]:
@@ -332,9 +330,7 @@ def run_update_of_groups(case: dict, model: Path, group) -> dict:
     policy = engine.module
     for of_ranks in case["updates"]:
         before = weights_of(policy)
-        groups = [
-            make_group(slot, slot, lengths, rights) for slot, rights, lengths in of_ranks[dist.get_rank()]
-        ]
+        groups = [make_group(s, s, lengths, rights) for s, rights, lengths in of_ranks[dist.get_rank()]]
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, [g.outcome(config.reward.binary) for g in groups])
         outcomes = {o.slot: o for o in sum(gathered, [])}
@@ -354,9 +350,7 @@ def zero_variance(folder: Path) -> dict:
     request = torch.load(folder / "request.pt")
     num_experts = moe_model.num_experts_of(moe_model.load_config(folder / "model"))
     group = moe_model.create_expert_parallel_group(1, num_experts)
-    updates = {
-        case["name"]: run_update_of_groups(case, folder / "model", group) for case in request["updates"]
-    }
+    updates = {c["name"]: run_update_of_groups(c, folder / "model", group) for c in request["updates"]}
     return {"updates": updates}
 
 

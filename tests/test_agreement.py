@@ -256,5 +256,4 @@ def test_scores_of_another_date_are_named(tmp_path):
     file.write_text(json.dumps({"model": "m", "kinds": [], "date": "2020-01-01"}) + "\n")
     with pytest.raises(ValueError, match="data.date=2020-01-01"):
         keep_by_offline_scores(make_prompts(2), str(file), 0, 1, False)
-    assert score.date_of(file) == "2020-01-01"
-    assert score.date_of(tmp_path / "none") == datetime.now().date().isoformat()
+    assert score.earlier_choice(file, "date") == "2020-01-01"

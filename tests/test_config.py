@@ -100,6 +100,14 @@ def test_an_override_may_be_a_section_and_replaces_lists_only(write):
     assert [(source.path, source.limit) for source in config.data.train] == [("z", 2)]
 
 
+def test_texts_that_yaml_cuts_are_refused(write):
+    for text in ("system_prompt=Use ####.", "system_prompt=#### x", "answer_prefix=So ", "template=a\nb"):
+        with pytest.raises(ValueError, match="quotes"):
+            load(f"data.{text}")
+    with pytest.raises(ValueError, match="system_prompt at ####"):
+        load(file=write("data: {chat: always,\n  system_prompt: After ####.  # the marker\n  }"))
+
+
 def test_a_file_inherits_from_bases_and_the_later_base_wins(write):
     write("train: {seed: 1, num_steps: 1, warmup_steps: 1}\nrun: {dir: oldest}\n", "deep/oldest.yaml")
     write("base: oldest.yaml\ntrain: {num_steps: 2}\n", "deep/first.yaml")
@@ -274,6 +282,7 @@ def test_all_wrong_settings_are_named_at_once():
         "train.num_steps=1.5", "train.num_steps=", "train.seed.x=1", "run.dir=5", "train.betas=[0.9]",
         "train=5", "train=", "data.eval=5", "data.eval={pth: x}", "data.eval=[{path: x, kind: maths}]",
         "rollout.stop=['']", "rollout.stop=[true]", "train.betas=[1.5, 0.9]", "run.dir=''", 'run.dir="a\\0b"',
+        "rollout.stop=['\\n']",
         *(f"reward.functions=['{name}']" for name in ("exact", "verify", "my module:verify", "module:")),
         *(f"algorithm.entropy_groups={value}" for value in ("[]", "[0.5]", "[0.5, 0.6]", "[1.2, -0.2]")),
         "algorithm.entropy_groups=[1.0, 0.0]", "train.lr_schedule_args={powr: 2} train.lr_schedule=cosine",

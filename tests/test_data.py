@@ -354,6 +354,8 @@ def test_a_row_without_text_is_refused_or_dropped(tmp_path, column, value):
         ({"difficulty": (4, 9)}, ["set.jsonl", "difficulty 4 to 9", "1 to 3.5"]),
         ({"difficulty": (4, 9), "columns": {"difficulty": None}}, ["set.jsonl", "columns.difficulty"]),
         ({"template": "Q: {question}"}, ["template", "{question}", "{prompt}"]),
+        ({"template": "{difficulty}: {prompt}"}, ["set.jsonl", "{difficulty} would stay"]),
+        ({"template": "{prompt} \\boxed{{}}"}, ["template", "{{}} would stay doubled"]),
         ({"limit": 0}, ["limit", "1"]),
         ({"limit": -1}, ["limit", "1"]),
     ],
@@ -642,13 +644,14 @@ def test_a_saved_set_without_the_split_and_broken_files_of_a_folder_are_named(tm
 @pytest.mark.parametrize("names, split, read", [
     ("train1 train2 test1", "train", "train1 train2"), ("train-0 train1 trains", "train", "train-0 train1"),
     ("a b", "train", "a b"), ("training test0", "train", None), ("train0 TEST", "other", None),
-    ("a test", "train", None), ("test0 test1", "train", "test0 test1"),
+    ("a test", "train", None), ("test0 test1", "train", "test0 test1"), ("_test b_train", "train", "b_train"),
+    ("a_TEST a-train", "test", "a_TEST"), ("train-0 train-1", "test", None), ("a b", "test", "a b"),
 ])  # fmt: skip
 def test_files_of_a_folder_by_split(names, split, read, tmp_path):
     for name in names.split():
         write_lines(tmp_path / f"{name}.jsonl", PLAIN)
     if read is None:
-        with refuses(str(tmp_path), f"'{split}'", "not of one split"):
+        with refuses(str(tmp_path), f"'{split}'", "of others"):
             load_tables(str(tmp_path), split=split)
     else:
         tables = [os.path.basename(name) for name, _ in load_tables(str(tmp_path), split=split)]
@@ -671,6 +674,7 @@ USER, ASSISTANT, SYSTEM = ({"role": role, "content": role} for role in ("user", 
         ([USER | {"content": None}], "None"),
         ([USER | {"content": [{"type": "image", "url": "x"}]}], "message 1"),
         ([USER | {"content": " "}], "empty"),
+        ([USER, ASSISTANT | {"tool_calls": [{"type": "function"}]}, USER], "tool_calls"),
         ("[{'role': 'user', 'content': 'x'}]", "JSON"),
     ],
 )

@@ -192,9 +192,7 @@ def test_a_figure_of_the_findings_in_the_readme_is_on_the_page():
 
 def test_the_code_in_the_readme_is_that_of_the_method():
     source = "".join((ROOT / "train_rl.py").read_text().split())
-    (snippet,) = [
-        text for language, text in blocks_in((ROOT / "README.md").read_text()) if language == "python"
-    ]
+    (snippet,) = [text for kind, text in blocks_in((ROOT / "README.md").read_text()) if kind == "python"]
     assert "".join(snippet.split()) in source
 
 

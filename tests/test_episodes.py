@@ -488,9 +488,7 @@ def episode_batch() -> RolloutBatch:
     lengths = [[3, 2, 4], [5], [2, 6, 1, 1, 3], [1, 9, 2]]
     completions = [episode_of(of_turns, seed) for seed, of_turns in enumerate(lengths)]
     verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong")] * 2
-    groups = [
-        Group(slot, slot, judged(completions[2 * slot : 2 * slot + 2], verdicts[:2])) for slot in range(2)
-    ]
+    groups = [Group(s, s, judged(completions[2 * s : 2 * s + 2], verdicts[:2])) for s in range(2)]
     return train_rl.collate(groups, make_prompts(2), [[5, 6, 7], [8, 9, 10, 11]])
 
 

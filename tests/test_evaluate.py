@@ -485,14 +485,18 @@ def test_an_output_that_is_a_folder_is_refused_at_once(option, tmp_path):
 def test_settings_that_differ_from_the_training_are_reported(tmp_path):
     from train_rl import load_config
 
-    trained = load_config(["data.train=[{path: x}]", "data.system_prompt=Be brief.", 'rollout.stop=["\\n"]'])
+    options = ("rollout.temperature=0.5", 'rollout.stop=["\\n"]')
+    trained = load_config(["data.train=[{path: x}]", "data.system_prompt=Be brief.", *options])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(trained.model_dump(mode="json")))
     (tmp_path / "versions.json").write_text('{"prompt_date": "2025-05-05"}')
-    options = ("--data", "a.jsonl", "--max-new-tokens", "9", "--system-prompt", "Be brief.")
+    options = ("--data=a.jsonl", "--max-new-tokens=9", "--system-prompt=Be brief.", "--temperature=0.5")
     for place in (".", "model", "checkpoints/step_000004", "checkpoints/step_000004/model"):
         assert training_warnings(tmp_path / place, settings_of(*options, 'rollout.stop=["\\n"]')) == []
-        (warning,) = training_warnings(tmp_path / place, settings_of(*options, "--template", "Q: {prompt}"))
-        assert "rollout.stop" in warning and "system_prompt" not in warning
+        (warning,) = training_warnings(
+            tmp_path / place, settings_of(*options[:3], "--template", "Q: {prompt}")
+        )
+        assert "rollout.stop" in warning and "rollout.temperature was 0.5" in warning
+        assert "system_prompt" not in warning
         assert "the template was '{prompt}' and is 'Q: {prompt}'" in warning
         assert date_of(tmp_path / place, settings_of(*options)) == "2025-05-05"
         assert date_of(tmp_path / place, settings_of(*options, "data.date=2020-02-02")) == "2020-02-02"

@@ -75,9 +75,7 @@ def test_the_problems_are_right_disjoint_and_the_same_every_time():
         assert len(left) == len(right) == 5
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "wrong"), [(12, 34, "640"), (99, 1, "090"), (85, 17, "290"), (0, 0, "000")]
-)
+@pytest.mark.parametrize("a, b, wrong", [(12, 34, "640"), (99, 1, "090"), (85, 17, "290"), (0, 0, "000")])
 def test_the_habit_of_the_corpus_forgets_carries(a, b, wrong):
     assert answer_without_carry(a, b, 2) == wrong
     has_carry = problem(a, b, 2, 5)["answer"] != wrong

@@ -445,9 +445,7 @@ def plain_update(folder, completions, minibatches, old="current", max_grad_norm=
         values = {
             "logprobs": [x.tolist() for x in logprobs],
             "old_logprobs": old_rows,
-            "advantages": [
-                corrected_advantages(c, old_row, settings) for c, old_row in zip(chosen, old_rows)
-            ],
+            "advantages": [corrected_advantages(c, old, settings) for c, old in zip(chosen, old_rows)],
             "entropies": [entropies[row] for row in rows],
         }
         slopes = reference.policy_objective_slope(

@@ -221,9 +221,7 @@ def lines_of(node: ast.AST) -> int:
 
 
 def functions_of(path: Path) -> list[ast.FunctionDef]:
-    return [
-        node for node in ast.walk(parse(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
+    return [n for n in ast.walk(parse(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 @each_code_file
@@ -317,10 +315,10 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, experiments": 8448,
     "lines of Python, extras": 1951,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5099,
+    "lines of Python, runtime": 5103,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1838,
-    "lines of Python, the root": 11514,
+    "lines of Python, the root": 11510,
     "lines of Python, verifiers": 3939,
 }
 

@@ -174,9 +174,7 @@ def assert_matches_reference(case: dict, config: Config, padding=0, elsewhere=(0
     settings = reference_settings(config, case, elsewhere)
     old = "old_logprobs" if algorithm.old_policy == "trainer" else "rollout_logprobs"
     corrections, masks = factors_of(case, old, config)
-    advantages = [
-        [a * c * m for a, c, m in zip(*rows)] for rows in zip(case["advantages"], corrections, masks)
-    ]
+    advantages = [[a * c * m for a, c, m in zip(*r)] for r in zip(case["advantages"], corrections, masks)]
     lists = [case["logprobs"], case[old], advantages, case["entropy"]]
     assert_close(loss, -reference.policy_objective(*lists, case["ref_logprobs"], settings))
     slopes = reference.policy_objective_slope(*lists, case["ref_logprobs"], settings)
@@ -651,9 +649,7 @@ def test_advantages_of_tokens(advantage, tie_band, correctness_guard, rl_zvp, bi
         for number, size in enumerate(sizes):
             rows = slice(start, start + size)
             start = rows.stop
-            entropies = [
-                row[mask].tolist() for row, mask in zip(batch.entropy[rows], batch.response_mask[rows])
-            ]
+            entropies = [row[m].tolist() for row, m in zip(batch.entropy[rows], batch.response_mask[rows])]
             lists = rewards[number], scores[rows], valid[number], entropies
             expected = reference.token_advantages(*lists, settings)
             assert_close(actual[rows][batch.response_mask[rows]], sum(expected, []))
@@ -801,9 +797,7 @@ def advantages_of_ranks(monkeypatch, deals: list[list[dict]], config: Config) ->
     """Return the advantages of all ranks' completions; a deal is one rank's groups, see gdpo_groups()."""
 
     def on_rank(rank: int) -> list[float]:
-        rows = [
-            (slot, group, i) for slot, group in enumerate(deals[rank]) for i in range(len(group["valid"]))
-        ]
+        rows = [(slot, g, i) for slot, g in enumerate(deals[rank]) for i in range(len(g["valid"]))]
         batch = make_batch([[1]] * len(rows), group_index=[slot for slot, _, _ in rows])
         batch.prompts = [Prompt("a", "1", group["kind"], "set") for _, group, _ in rows]
         parts = [{kind: row[i] for kind, row in group["rewards"].items()} for _, group, i in rows]

@@ -109,9 +109,7 @@ EXTRAS = {  # {method: {section: settings}}
 @functools.cache
 def resolved(*paths) -> Config:
     """Return the configuration of some YAML files, over a training set if they name none."""
-    return load_config(
-        ["data.train=[{path: unused}]", *(x for path in paths for x in ("--config", str(path)))]
-    )
+    return load_config(["data.train=[{path: unused}]", *(x for p in paths for x in ("--config", str(p)))])
 
 
 @pytest.mark.parametrize("name", PAPERS)

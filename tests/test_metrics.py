@@ -100,9 +100,7 @@ def test_metrics_of_a_rollout_counted_by_hand(monkeypatch):
 def test_the_time_of_a_rollout_counted_by_hand(monkeypatch):
     """The engines work 3 and 5 of 8 s. The last tenth of 20 completions takes 1 s; one length is known."""
     known = Group(0, 0, [completion(6, seconds=s) for s in range(1, 11)], expected_tokens=9.0)
-    guessed = Group(
-        1, 1, [completion(6, seconds=s) for s in range(11, 21)], expected_tokens=7.0, guessed=True
-    )
+    guessed = Group(1, 1, [completion(6, seconds=s) for s in range(11, 21)], expected_tokens=7, guessed=True)
     groups = [[known, guessed], [Group(2, 2, [completion(4, seconds=4.0), completion(4, seconds=6.0)])]]
     pools = [SimpleNamespace(latencies=[0.1, 0.5]), SimpleNamespace(latencies=[])]
 

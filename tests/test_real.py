@@ -1,6 +1,7 @@
 """`make real`: conversion, phases that resume, and the report with texts before and after training."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -107,14 +108,15 @@ def test_prompts_of_other_options_are_made_again(tmp_path, monkeypatch):
     assert not real.has_prompts("tasks") and not real.has_prompts("instructions")
     real.make_prompts("tasks")
     assert [command[2] for command in commands] == ["data.instructions", "data.reasoning_gym"]
-    for name in ("train", "test"):
-        (real.TASKS / f"{name}.jsonl").touch()
-    assert not real.has_prompts("tasks"), "the instructions are missing"
-    for name in ("train", "test"):
-        (real.PROMPTS / f"{name}.jsonl").touch()
+    for folder in (real.TASKS, real.PROMPTS):
+        assert not real.has_prompts("tasks"), "rows are missing"
+        for name in ("train", "test"):
+            (folder / f"{name}.jsonl").touch()
     assert real.has_prompts("tasks") and real.has_prompts("instructions")
     monkeypatch.setattr(real, "TASK_OPTIONS", ["--tasks", "gcd"])
     assert not real.has_prompts("tasks") and real.has_prompts("instructions")
+    os.utime(real.PROMPTS / "test.jsonl", (0, 0))
+    assert not real.has_prompts("instructions"), "older than the command that makes them"
 
 
 @pytest.mark.parametrize("disk, memory, named", [(1e18, 0, "run.dir"), (0, 1e18, "GB of memory")])
@@ -178,12 +180,11 @@ def test_a_gain_on_a_task_counts_above_the_best_constant(tmp_path, capsys):
     summary["pass_at_1_by_task_after"] = {"gcd": None, "lcm": None}  # with eval.num_samples=0
     assert real.task_lines(data)[2] == "| `gcd` | 2 | 1.00 | 0.25 |  | 1.00 |  |"
     data["quality"]["after"]["repeated_4grams"] = None  # no text has four words
-    folders = [tmp_path / name for name in ("a", "b", "c", "d")]
     changes = ({"seed": 0}, {"seed": 1}, {"seed": 1}, {"seed": 2, "settings": ["train.num_steps=9"]})
-    for folder, change in zip(folders, changes):
-        folder.mkdir()
+    for name, change in zip("abcd", changes):
+        (tmp_path / name).mkdir()
         record = data | {"settings": [], "versions": {"data": {"train": "1f"}}} | change
-        real.write_json(folder / "record.json", record)
+        real.write_json(tmp_path / name / "record.json", record)
 
     def collect(*names):
         file = tmp_path / "seeds.json"

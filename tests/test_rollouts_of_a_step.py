@@ -122,9 +122,7 @@ def test_an_episode_waits_for_its_tools_between_its_turns(schedule, tokens):
 
 def test_a_request_holds_everything_that_its_completion_depends_on():
     """Seeds depend on run, step, slot and sample; temperature and limit are settings of the rollout."""
-    config = make_config(
-        "rollout.temperature=0.7", "rollout.max_new_tokens=9", "train.seed=3",
-    )  # fmt: skip
+    config = make_config("rollout.temperature=0.7", "rollout.max_new_tokens=9", "train.seed=3")
     jobs = jobs_of_round()
     jobs[3][0].expected_tokens = 7.0
     jobs[3][0].guessed = True

@@ -353,6 +353,7 @@ def test_a_row_that_repeats_a_prompt_with_other_columns_is_reported(chat_model, 
         (["--limit", 0], "--limit.*0"),
         (["--chat-template-args", "5"], "--chat-template-args"),
         (["--chat-template-args", "{a"], "--chat-template-args"),
+        (["--chat-template-args", "{a: 1, a: 2}"], "given twice"),
         (["--chat", "never", "--system-prompt", "s"], "data.chat"),
     ],
 )

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -352,9 +353,7 @@ def test_the_stream_of_a_stage_holds_its_own_prompts_only(sums):
     history.last_step[:] = 0
     config = load_config([TRAIN, "zero_variance.history=true", "zero_variance.explore_solved=0"])
     chosen, offered = train_rl.choose_prompts(3, 0, history, 0, config, offers[1])
-    assert (len(chosen), offered) == (3, 14 + 3), (
-        "a weighted epoch has 14 offers, and all of them are skipped"
-    )
+    assert (len(chosen), offered) == (3, 14 + 3), "a weighted epoch has 14 offers, all skipped"
 
 
 def test_each_stage_has_its_own_window_of_measured_pass_rates(sums):
@@ -404,6 +403,11 @@ def test_an_empty_window_and_a_leak_into_held_out_data_are_refused(sums):
     for stages in leaking_stages:
         with pytest.raises(ValueError, match="[01][+]1="):
             load_all(stages)
+    sets = {name: [{"path": str(sums.scores.with_name(f"{name}.jsonl"))}] for name in ("train", "eval")}
+    inner = "What is the sum of the first ten odd numbers?"
+    for name, text in (("train", f"Solve: {inner} Use a box."), ("eval", inner)):
+        Path(sets[name][0]["path"]).write_text(json.dumps({"prompt": text, "answer": "100"}))
+    assert any(inner in note for note in load_all([sums(**sets), sums()])[0].notes)
 
 
 def test_a_holdout_needs_the_same_training_set_and_prompt_limit_in_all_stages(sums):

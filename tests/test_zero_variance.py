@@ -37,7 +37,8 @@ from rank_worker import sample_steps
 import train_rl
 from data.history import PromptHistory
 from data.prompts import OfflineScore, prompt_sha
-from data.stream import foreign_kinds, keep_by_offline_scores, prompts_of_step, seed_of
+from data.stages import Window, notes_of_scores
+from data.stream import keep_by_offline_scores, prompts_of_step, seed_of
 from reward import Verdict
 from runtime.metrics import batch_metrics, exact_sum, prompt_account, reduce_metrics, rollout_metrics
 
@@ -889,7 +890,7 @@ def test_a_saved_record_without_unsolved_counts_loads_with_the_difference():
 def test_offline_scores_of_fractions_seed_the_record_and_bound_the_window(tmp_path):
     """A prompt whose completions are half partly right and half wrong does not count as never solved."""
     prompts = make_prompts(3)
-    rows = [{"model": "m", "kinds": ["math"]}]
+    rows = [{"model": "m", "kinds": ["math"], "max_new_tokens": 4, "stop": []}]
     for prompt, (pass_rate, wrong_rate) in zip(prompts, [(0.0, 0.5), (0.0, 1.0), (1.0, 0.0)]):
         rates = {"pass_rate": pass_rate, "wrong_rate": wrong_rate}
         rows.append({"prompt_sha": prompt_sha(prompt), "num_samples": 8, "mean_tokens": 3.0} | rates)
@@ -901,6 +902,9 @@ def test_offline_scores_of_fractions_seed_the_record_and_bound_the_window(tmp_pa
     assert (record.solved[0], record.unsolved[0], record.tried[0]) == (0, 4, 8)
     with pytest.raises(ValueError, match="pass rate"):
         keep_by_offline_scores(prompts, str(file), 0.1, 0.9, binary=True)
-    kinds = {prompt.kind for prompt in prompts}
-    assert foreign_kinds(prompts, str(file)) == ", ".join(sorted(kinds))
-    assert foreign_kinds(prompts, None) == ""
+    window = Window(str(file), (0.1, 0.9), rollout=make_config("rollout.max_new_tokens=9").rollout)
+    assert [note.split(maxsplit=1)[1] for note in notes_of_scores(prompts, [None, *scores], window)] == [
+        f"are of another verifier than {', '.join(sorted({prompt.kind for prompt in prompts}))}",
+        "lack 1 training prompts, which stay", "have max_new_tokens 4, the run has 9",
+    ]  # fmt: skip
+    assert notes_of_scores(prompts, scores, Window(None, (0.0, 1.0))) == []
