@@ -490,11 +490,10 @@ def pessimistic(ratio: Tensor, advantages: Tensor, low, high, cap: float | None)
     dual clip (arXiv 1912.09729) with c = cap, which equals the two-sided clip of INTELLECT-2 (arXiv
     2505.07291, delta = cap) for cap > high.
     """
-    clipped = ratio.clamp(low, high)
-    capped = ratio.clamp(max=cap or math.inf)
-    is_capped = (capped < ratio) & (advantages < 0)
+    capped = torch.where(advantages < 0, ratio.clamp(max=cap or math.inf), ratio)
+    clipped = capped.clamp(low, high)
     gain = torch.minimum(capped * advantages, clipped * advantages)
-    return gain, (clipped * advantages < capped * advantages) | is_capped
+    return gain, (clipped * advantages < capped * advantages) | (capped < ratio)
 
 
 # ------------------------------------------------------------------------------------------------------------

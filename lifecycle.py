@@ -187,7 +187,7 @@ def set_up(config: Config) -> Run | None:
         models = build_engine_and_policy(resolved, data, accelerator.device, clock)
         history = PromptHistory.from_offline(data.offline_scores, launch.configs[0].rollout.group_size)
         if checkpoint:
-            history = resume(checkpoint, models["trainer"], history, loaded.train, resolved)
+            history = resume(checkpoint, models["trainer"], history, loaded.train, launch.offers, resolved)
     generation = data.model_dir / "generation_config.json"
     run = Run(
         config=launch.configs[stage], run_config=resolved, stage_configs=launch.configs,
@@ -410,7 +410,7 @@ def check_model(config: Config, hf_config) -> None:
         )
     if hf_config.model_type in ("qwen3", "qwen3_moe") and hf_config.attention_bias:
         raise ValueError(
-            "model.path: attention_bias is true, but vLLM's Qwen3 has no bias in o_proj: set it false"
+            "model.path: attention_bias is true, but vLLM's Qwen3 has none in o_proj: set it false"
         )
     check_fp8(config.rollout, hf_config)
     for extra in active(config):
@@ -434,12 +434,7 @@ def check_fixed_models(config: Config, state: TrainState) -> None:
 
 
 def build_trainer(
-    config: Config,
-    extras: list[Extra],
-    model_dir: Path,
-    ep_group,
-    device: torch.device,
-    checkpoint: Path | None = None,
+    config: Config, extras: list[Extra], model_dir: Path, ep_group, device, checkpoint: Path | None = None
 ) -> Any:
     """Build the policy and DeepSpeed's engine around it. Collective."""
     policy = moe_model.build_policy(config.model, model_dir, ep_group, device)
@@ -697,24 +692,26 @@ def is_finished(config: Config, checkpoint: Path | None, state: TrainState) -> b
 def refuse_other_prompts(
     checkpoint: Path | None, prompts: list[Prompt], offers: list[Offers], config: Config
 ) -> None:
-    """Raise ValueError if an exact resume (checkpoint.resume=auto) would train on other prompts.
-
-    The prompts of each stage are compared if the list of stages is the same.
-    """
+    """Raise ValueError if an exact resume (checkpoint.resume=auto) would train on other prompts."""
     if checkpoint is None:
         return
-    saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     is_exact = resumes_exactly(config, checkpoint) and config.checkpoint.resume == "auto"
-    stages = json.loads((checkpoint / "state.json").read_text())["config"].get("stages")
-    digests = {"prompts": digest_of(prompts)}
-    if stages == config.model_dump(mode="json")["stages"]:
-        digests["offers"] = digest_of_offers(offers)
-    if is_exact and any(saved.get(name, digest) != digest for name, digest in digests.items()):
+    if is_exact and not has_same_prompts(checkpoint, prompts, offers, config):
         raise ValueError(
             f"{checkpoint} was trained on other prompts than the settings select: a file of data.train, "
             "zero_variance.offline_scores or dropped_rows.jsonl of run.dir has changed. Restore it, or "
             "resume from the weights alone with checkpoint.resume=weights"
         )
+
+
+def has_same_prompts(checkpoint: Path, prompts: list[Prompt], offers: list[Offers], config: Config) -> bool:
+    """Tell whether a checkpoint has these prompts, and with the same list of stages these of each stage."""
+    saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
+    stages = json.loads((checkpoint / "state.json").read_text())["config"].get("stages")
+    digests = {"prompts": digest_of(prompts)}
+    if stages == config.model_dump(mode="json")["stages"]:
+        digests["offers"] = digest_of_offers(offers)
+    return all(saved.get(name, digest) == digest for name, digest in digests.items())
 
 
 def report_finished(config: Config, checkpoint: Path, state: TrainState) -> None:
@@ -726,13 +723,13 @@ def report_finished(config: Config, checkpoint: Path, state: TrainState) -> None
 
 
 def resume(
-    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config
+    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], offers: list, config: Config
 ) -> PromptHistory:
     """Load the parts of a checkpoint besides the weights; return the record of the prompts."""
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     same_prompts = saved.pop("prompts") == digest_of(prompts)
     saved.pop("offers", None)  # missing in checkpoints of older versions
-    is_exact = resumes_exactly(config, checkpoint) and same_prompts
+    is_exact = resumes_exactly(config, checkpoint) and has_same_prompts(checkpoint, prompts, offers, config)
     dropped = "" if same_prompts else "; the record of other prompts is dropped"
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
     say(f"resumed from {checkpoint}{dropped}{fresh}")
@@ -751,8 +748,8 @@ def restore_waiting(run: Run, checkpoint: Path) -> None:
 
     Without an exact resume they are dropped, because a fresh optimizer starts a new course.
     """
-    saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
-    if not resumes_exactly(run.run_config, checkpoint) or saved["prompts"] != digest_of(run.prompts):
+    is_same = has_same_prompts(checkpoint, run.prompts, run.stage_offers, run.run_config)
+    if not resumes_exactly(run.run_config, checkpoint) or not is_same:
         return
     shard = torch.load(file_of_rank(checkpoint), map_location="cpu", weights_only=True, mmap=True)
     waiting = copy.deepcopy(shard.get("waiting", {}))  # not in the file, which may be deleted
@@ -1057,16 +1054,17 @@ def threads_of_step(settings: TrainSettings) -> Iterator[None]:
 # ============================================================================================================
 # Metrics and logs of a step
 # ============================================================================================================
-def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str, tuple[float, float]]:
+def measure_rollout(run: Run, rollout: Rollout, seconds: float) -> dict[str, tuple[float, float]]:
     """Return the metrics of a step's rollout as (sum, count); RuntimeError for bad verdicts or routes.
 
-    sampled: this rank's groups; seconds: until the slowest rank had its last verdict.
+    seconds: until the slowest rank had its last verdict.
     """
-    config = run.config
+    config, sampled = run.config, rollout.groups
     num_experts = num_experts_of(run.policy.config)
     part = config.zero_variance.part
     metrics = rollout_metrics(sampled, config.reward.binary, invalid_route(num_experts), part)
-    metrics |= schedule_metrics(sampled, run.pool, run.clock.step["rollout"], seconds)
+    busy = run.clock.step["rollout"]
+    metrics |= schedule_metrics(sampled, run.pool, busy, seconds, rollout.account["rounds"])
     if config.has_turns:
         metrics |= turn_metrics([completion for group in sampled for completion in group.completions])
     verdicts = verdicts_of([completion for group in sampled for completion in group.completions])

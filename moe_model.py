@@ -1564,9 +1564,7 @@ def build_policy(
     load_hf(policy, model_dir)
     blocks = [module for module in policy.modules() if isinstance(module, MoEBlock)]
     if settings.freeze_router and not blocks:
-        raise ValueError(
-            f"model.freeze_router True: {model_dir} is a dense model, it has no router; set False"
-        )
+        raise ValueError(f"model.freeze_router True: {model_dir} is dense and has no router; set False")
     for block in blocks:
         block.gate.weight.requires_grad_(not settings.freeze_router)
     policy.activation_checkpointing = settings.activation_checkpointing

@@ -1167,7 +1167,7 @@ def main(config: Config) -> None:
         rollout, num_tokens = next_rollout(run)
         rollout_seconds = time.perf_counter() - step_start
         run.engine.sleep()
-        metrics = measure_rollout(run, rollout.groups, rollout_seconds) | {"tokens_total": (num_tokens, 1)}
+        metrics = measure_rollout(run, rollout, rollout_seconds) | {"tokens_total": (num_tokens, 1)}
 
         # Eliminate zero variance, deal the other groups to ranks and minibatches
         with run.clock("deal"):

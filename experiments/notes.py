@@ -40,9 +40,7 @@ def ranges(seeds: Iterable[int]) -> str:
             parts[-1].append(seed)
         else:
             parts.append([seed])
-    return ", ".join(
-        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
-    )
+    return ", ".join(f"{p[0]} to {p[-1]}" if len(p) > 2 else ", ".join(map(str, p)) for p in parts)
 
 
 def declarations_of(rows: Records, studies: dict[str, set[Path]]) -> dict[str, dict]:

@@ -2,7 +2,7 @@
 # Build task instances in data/built: prompts, and the start weights that the tree or its history holds.
 #   bash experiments/prepare.sh chains chains_3 tasks_small_3
 # data.tiny trains the warm start of an instance that neither holds, for example of chains_100. tasks_small and
-# tasks_hard have 96 training prompts of tasks of `make real`, and no start weights.
+# tasks_hard have 94 to 96 prompts of tasks of `make real`, and no start weights.
 set -e
 python=${PYTHON:-python}
 for instance in "$@"; do

@@ -297,9 +297,10 @@ def table_lines(data: dict | list[dict]) -> list[str]:
     if constants := summaries[0].get("best_constant_by_task"):
         share = sum(constants.get(task, 0.0) * num for task, num in records[0]["num_by_task"].items())
         rows.insert(2, ["best constant answer of each task", f"{share / records[0]['num_prompts']:.3g}", ""])
-    seconds = summaries[0]["seconds_by_phase"]
-    phases = ", ".join(f"{name} {value / 60:.1f}" for name, value in seconds.items() if value >= 30)
-    minutes = [sum(summary["seconds_by_phase"].values()) / 60 for summary in summaries]
+    seconds = [summary["seconds_by_phase"] for summary in summaries]
+    means = {name: sum(of.get(name, 0) for of in seconds) / 60 / len(seconds) for name in seconds[0]}
+    phases = ", ".join(f"{name} {value:.1f}" for name, value in means.items() if value >= 0.5)
+    minutes = [sum(of.values()) / 60 for of in seconds]
     rows += [
         ["steps", "", mean_with_range([summary["num_steps"] for summary in summaries], ".0f")],
         ["generated tokens", "", mean_with_range([s["generated_tokens"] for s in summaries], ",.0f")],

@@ -44,6 +44,7 @@ from moe_model import (
     num_experts_of,
     token_chunks,
 )
+from runtime.agreement import digests_of_input
 from runtime.metrics import warn_once
 from runtime.schedule import from_all_ranks
 
@@ -460,16 +461,17 @@ class LoraExtra(Extra):
         return {"weights": num_held * held.itemsize, "sync buffers": largest * sent + copies}
 
     def check(self, launch):
-        """Refuse a resume with other weights under the adapters."""
+        """Refuse a resume with other weights under the adapters, or another config or tokenizer."""
         recorded = launch.state.extras.setdefault("lora", {})
-        path = launch.config.model.path
-        digest = digest_of_base(moe_model.model_folder(path))
-        if recorded.get("weights") not in (None, digest):
+        folder = moe_model.model_folder(launch.config.model.path)
+        texts = {n: of for n, of in digests_of_input("file", folder).items() if ".safetensors" not in n}
+        found = {"weights": digest_of_base(folder), "files": texts}
+        if changed := [name for name, value in found.items() if recorded.get(name, value) != value]:
             raise ValueError(
-                f"model.path: the adapters of the checkpoint belong to other weights than those in {path}: "
-                "restore the weights, or choose another run.dir"
+                f"model.path: the adapters of the checkpoint belong to other {' and '.join(changed)} than "
+                f"those in {launch.config.model.path}: restore them, or choose another run.dir"
             )
-        recorded["weights"] = digest
+        recorded |= found
 
     def adapt(self, policy, config):
         """Freeze the policy and add the adapters."""

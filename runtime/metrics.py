@@ -130,7 +130,7 @@ def seconds_of(groups: list[Group]) -> list[float]:
 
 
 def schedule_metrics(
-    groups: list[Group], pool, busy: float, seconds: float
+    groups: list[Group], pool, busy: float, seconds: float, num_rounds: int = 1
 ) -> dict[str, tuple[float, float]]:
     """Measure the use of time in a rollout on this rank, as (sum, count); empties pool.latencies.
 
@@ -152,7 +152,7 @@ def schedule_metrics(
     bins = histogram(latencies)
     return {
         "rollout_bubble": (seconds - busy, seconds),
-        "rollout_tail_frac": (tail, last),
+        "rollout_tail_frac": (tail, last) if num_rounds == 1 else (0.0, 0),  # each round counts from 0
         "straggler_max": ((busy, rank), 1),
         "length_error": (exact_sum(errors), len(errors)),
         "length_known_frac": (len(errors), len(groups)),

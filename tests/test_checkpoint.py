@@ -55,9 +55,7 @@ def run(tmp_path, one_rank) -> SimpleNamespace:
     moe_model.load_hf(policy, tmp_path / "model")
     adamw = torch.optim.AdamW(policy.parameters(), lr=0.1)
     return SimpleNamespace(
-        config=make_config(
-            f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", "checkpoint.keep=2"
-        ),
+        config=make_config(f"run.dir={tmp_path}/run", f"model.path={tmp_path}/model", "checkpoint.keep=2"),
         folder=tmp_path / "run" / "checkpoints",
         policy=policy,
         trainer=SimpleNamespace(module=policy, optimizer=SimpleNamespace(optimizer=adamw)),
@@ -239,7 +237,7 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, capsys):
     def solved_after_resume(prompts, *settings: str) -> list[float]:
         config = make_config(*settings)
         lifecycle.refuse_other_prompts(folder, prompts, [Offers(range(2))], config)
-        history = lifecycle.resume(folder, None, no_history(2), prompts, config)
+        history = lifecycle.resume(folder, None, no_history(2), prompts, [Offers(range(2))], config)
         return history.solved.tolist()
 
     assert solved_after_resume(make_prompts(2), "checkpoint.resume=weights") == [1.0, 2.0]
@@ -251,6 +249,8 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, capsys):
     for offers in (Offers([1, 0]), Offers(range(2), [(1, 0.5), (1, 1)])):  # as a stage of the same prompts
         with pytest.raises(ValueError, match="other prompts"):
             lifecycle.refuse_other_prompts(folder, make_prompts(2), [offers], make_config())
+        lifecycle.resume(folder, None, no_history(2), make_prompts(2), [offers], make_config())
+        assert "the optimizer is fresh" in capsys.readouterr().out
 
 
 def test_a_failed_write_is_an_error_and_earlier_checkpoints_stay(run, monkeypatch):
@@ -336,7 +336,7 @@ def test_rollouts_that_wait_return_at_an_exact_resume(resume, num_waiting, run):
     run.queue.append(Rollout(3, [make_group(0, 1, [2], [True])], {}, Counter(offered=1)))
     save(run, 4)
     config = with_setting(run.config, "checkpoint.resume", resume)
-    resumed = SimpleNamespace(run_config=config, config=config, prompts=run.prompts, queue=deque())
+    resumed = SimpleNamespace(**vars(run) | {"run_config": config, "config": config, "queue": deque()})
     lifecycle.restore_waiting(resumed, run.folder / "step_000004")
     assert list(resumed.queue) == list(run.queue)[:num_waiting]
     resumed.queue.clear()
@@ -537,7 +537,7 @@ def test_code_in_a_pickle_of_a_checkpoint_is_refused(name, run, tmp_path):
     folder, trace = run.folder / "step_000001", tmp_path / "trace"
     torch.save({"optimizer": OpensAFile(trace)}, folder / name)
     with pytest.raises(pickle.UnpicklingError, match="open"):
-        lifecycle.resume(folder, run.trainer, run.history, run.prompts, run.config)
+        lifecycle.resume(folder, run.trainer, run.history, run.prompts, run.stage_offers, run.config)
     assert not trace.exists()
     torch.load(folder / name, weights_only=False)["optimizer"].close()
     assert trace.exists(), "loading without weights_only would run the code"

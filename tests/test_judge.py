@@ -143,9 +143,7 @@ def test_a_judge_gets_prompts_and_plain_texts_and_a_share_of_the_reward(judge_fo
 
     FakeRanks(1).install(monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(judge_folder)
-    config = make_config(
-        "reward.judge=scalar", f"reward.judge_path={judge_folder}", "reward.judge_weight=0.3"
-    )
+    config = make_config("reward.judge=scalar", f"reward.judge_path={judge_folder}", "reward.judge_weight=.3")
     run = SimpleNamespace(
         config=config, judge=AskedJudge(), tokenizer=tokenizer, state=SimpleNamespace(step=0)
     )

@@ -357,18 +357,18 @@ def test_adapters_of_other_matrices_or_of_another_base_are_refused(tmp_path, one
         lora.save_file({"weight": tensor}, tmp_path / str(value) / "model.safetensors")
     assert lora.digest_of_base(tmp_path / "0") != lora.digest_of_base(tmp_path / "1")
     state = TrainState()
-    for folder, resume in (
-        (folders[0], "auto"),
-        (folders[0], "auto"),
-        *((f, "weights") for f in folders[1:]),
-    ):
+    for folder, resume in ((folders[0], "auto"), (again, "auto"), *((f, "weights") for f in folders[1:])):
         config = make_config(f"model.path={folder}", "lora.rank=3", f"checkpoint.resume={resume}")
         launch = SimpleNamespace(config=config, state=state)
-        if folder == folders[0]:
+        if folder in (folders[0], again):
             lora.EXTRA.check(launch)
         else:
-            with pytest.raises(ValueError, match="model.path.*other weights"):
+            with pytest.raises(ValueError, match="model.path.*other weights than"):
                 lora.EXTRA.check(launch)
+    (folders[0] / "generation_config.json").write_text('{"eos_token_id": 5}')
+    launch.config = make_config(f"model.path={folders[0]}", "lora.rank=3")
+    with pytest.raises(ValueError, match="model.path.*other files than"):
+        lora.EXTRA.check(launch)
 
 
 @pytest.mark.slow

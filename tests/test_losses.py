@@ -19,7 +19,7 @@ from conftest import assert_close
 from helpers import FakeRanks, judge_batch, judged, loss_inputs, make_batch, plugin
 
 import train_rl
-from batch import AdvantageInputs, Completion, Group, PolicyOutputs, RolloutBatch, collate
+from batch import AdvantageInputs, Completion, Group, PolicyOutputs, RolloutBatch, collate, pessimistic
 from data.prompts import Prompt
 from plugins import ONE_RANK, load_plugin
 from reward import Verdict
@@ -287,6 +287,13 @@ def test_a_geometric_mask_knows_the_length_of_each_completion(float64):
     assert not weights.any()
     on_edges = algorithm.model_copy(update={"rollout_correction_floor": 1.0, "rollout_correction_cap": 1.0})
     assert train_rl.correction_weights(torch.zeros(2, 4), torch.zeros(2, 4), mask, on_edges).all()
+
+
+def test_a_cap_inside_of_the_interval_ends_the_gradient_of_negative_advantages_alone(float64):
+    ratio = torch.tensor([1.1, 1.1], requires_grad=True)
+    gain, clipped = pessimistic(ratio, torch.tensor([-1.0, 1.0]), 0.8, 1.2, cap=1.05)
+    gain.sum().backward()
+    assert (gain.tolist(), ratio.grad.tolist(), clipped.tolist()) == ([-1.05, 1.1], [0, 1], [True, False])
 
 
 @pytest.mark.parametrize("advantage", [1.0, -0.5])

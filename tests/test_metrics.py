@@ -110,6 +110,7 @@ def test_the_time_of_a_rollout_counted_by_hand(monkeypatch):
     metrics, _ = reduced(monkeypatch, measure)
     assert metrics["rollout_bubble"] == (5 + 3) / 16
     assert metrics["rollout_tail_frac"] == pytest.approx((20 - 19) / (20 + 6))
+    assert schedule_metrics(groups[0], pools[0], 3.0, 8.0, num_rounds=2)["rollout_tail_frac"] == (0, 0)
     assert (metrics["length_error"], metrics["length_known_frac"]) == (0.5, pytest.approx(1 / 3))
     assert metrics["reward_latency"] == pytest.approx(0.3)
     assert metrics["reward_latency_p99"] == pytest.approx(0.5, rel=0.024)  # a bin is 2.4 % wide

@@ -251,9 +251,7 @@ def test_wrong_arguments_of_a_gain_are_refused(settings):
 
 def test_a_path_in_a_yaml_is_relative_to_the_yaml(tmp_path):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "mine.py").write_text(
-        "def gain(inputs): return inputs.ratio * inputs.advantages, {}\n"
-    )
+    (tmp_path / "sub" / "mine.py").write_text("def gain(x): return x.ratio * x.advantages, {}\n")
     (tmp_path / "sub" / "base.yaml").write_text("algorithm: {gain: mine.py:gain}\n")
     (tmp_path / "exp.yaml").write_text("base: sub/base.yaml\ndata: {train: [{path: x.jsonl}]}\n")
     config = train_rl.load_config(["--config", str(tmp_path / "exp.yaml")])
