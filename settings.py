@@ -450,7 +450,9 @@ def without_empty_text(stops: list[int | str]) -> list[int | str]:
     """Return the entries of rollout.stop; ValueError for an empty text, which every completion contains."""
     if "" in stops:
         raise ValueError("an empty text would end every completion at once, leave it out")
-    return [without_written_escapes(stop) if isinstance(stop, str) else stop for stop in stops]
+    for text in (stop for stop in stops if isinstance(stop, str)):
+        without_written_escapes(text)
+    return stops
 
 
 class RolloutSettings(Section):
