@@ -258,6 +258,8 @@ class ChatTemplate:
         except Exception as error:  # a template can raise errors of any type
             why = f"the chat template failed: {type(error).__name__}: {error}"
             raise BadRow(where, NOT_RENDERED, why) from error
+        if messages[0]["role"] == "system" and messages[0]["content"].strip() not in text:
+            raise BadRow(where, NOT_RENDERED, "the chat template drops the system message: put it elsewhere")
         return messages, text
 
     def check_prefix(self, prefix: str, prompt) -> None:

@@ -329,7 +329,7 @@ def text_from(value, column: str, where: str, reason: str) -> str:
     is_number = is_whole or (isinstance(value, (float, Decimal)) and math.isfinite(value))
     if not (isinstance(value, str) or is_number) or not str(value).strip():
         raise BadRow(where, reason, f"column {column!r} must hold text or a number, found {repr(value)[:80]}")
-    text = str(value)
+    text = f"{Decimal(str(value)):f}" if isinstance(value, float) else str(value)  # 0.00001, not 1e-05
     if half_a_character(text):
         raise BadRow(where, reason, f"column {column!r} holds half a character (a surrogate): {text[:80]!a}")
     return text

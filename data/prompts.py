@@ -54,9 +54,7 @@ NOT_PASSED_ON = ("kind", "completion", "answer", "prompt", "messages")
 def check_data(data: DataSettings) -> None:
     """Raise ValueError where settings of the data contradict each other."""
     if data.chat == "never" and (data.system_prompt is not None or data.chat_template_args):
-        raise ValueError(
-            "data.chat never renders nothing: leave out data.system_prompt and chat_template_args"
-        )
+        raise ValueError("data.chat never renders nothing: remove data.system_prompt and chat_template_args")
     if data.chat == "never" and (data.tools or data.environment):
         raise ValueError(
             "data.chat never renders nothing, but turns are messages of the chat template: set "

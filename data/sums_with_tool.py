@@ -107,9 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--seed", type=int, default=0, help="of the sums (default: %(default)s)")
     args = parser.parse_args(argv)
     if not (args.model / "config.json").is_file():
-        sys.exit(
-            f"error: {args.model} is no model folder; run `python -m data.smollm2` first, or pass --model"
-        )
+        sys.exit(f"error: {args.model}: no model folder; run `python -m data.smollm2` first, or pass --model")
     try:
         with_tools(args.model, args.model.with_name("tools"))
     except ValueError as error:

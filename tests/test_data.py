@@ -603,6 +603,7 @@ def test_a_verifier_reads_the_columns_of_a_row_of_verl(tmp_path, tokenizer):
         ({"solution": "$-2$"}, None, "$-2$"),
         ({"solution": r"so \\boxed{4}"}, "rewards.py:f", r"so \\boxed{4}"),
         ({"answer": ["34"]}, None, "34"),
+        ({"answer": 1e-05}, "exact", "0.00001"),
         ({"answer": [{"input": "1", "output": "2"}]}, "code", '[{"input": "1", "output": "2"}]'),
         ({"answer": {"é": [1, 2.5]}}, "rewards.py:f", '{"é": [1, 2.5]}'),
         ({"other": 1}, "rewards.py:f", ""),
@@ -720,6 +721,9 @@ def test_templates_that_are_missing_or_fail(tmp_path):
     load_prompts(conversation, tokenizer=tokenizer)
     with refuses("set.jsonl: row 1", "chat template", "No system role!"):
         load_prompts(conversation, tokenizer=tokenizer, system_prompt="s")
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    with refuses("set.jsonl: row 1", "drops the system message"):
+        load_prompts(conversation, tokenizer=tokenizer, system_prompt="Be brief.")
     tokenizer.chat_template = None
     with refuses("set.jsonl: row 1", "no chat template"):
         load_prompts(conversation, tokenizer=tokenizer, on_bad_row="drop")

@@ -199,9 +199,8 @@ def fixed_limits(tree: ast.AST) -> list[int]:
             name = ast.unparse(node.func)
             waits = node.args[:1] if name.endswith((".wait", ".join", ".communicate")) else []
             if name not in SCALED and not name.endswith("Settings"):
-                waits = waits + [
-                    k.value for k in node.keywords if k.arg in ("timeout", "timeout_s", "wall_s")
-                ]
+                limits = [k.value for k in node.keywords if k.arg in ("timeout", "timeout_s", "wall_s")]
+                waits = waits + limits
             is_bad = any(map(is_fixed, waits))
         lines += [node.lineno] if is_bad else []
     return lines

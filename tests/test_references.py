@@ -137,9 +137,7 @@ def test_the_start_says_how_references_are_compared_and_which_are_frequent(tmp_p
     train, warning, test, test_warning, flat = notes
     assert train.startswith("train: ") and "number 3 (1/2, 7)" in train and "text 2 (" in train
     assert "expression 1 (x + 1)" in train and "tests 1" in train and "function 1" in train
-    assert (
-        "most frequent: 1/2 25.0%" in train and warning.startswith("warning: train: ") and "25.0%" in warning
-    )
+    assert "most frequent: 1/2 25.0%" in train and "warning: train: " in warning and "25.0%" in warning
     assert test.startswith("eval/test: references compared as number 5 (1000, 3, 4)")
     assert "1000 is right in 40.0%" in test_warning and flat.startswith("eval/flat: ")
     reports = json.loads((tmp_path / "references.json").read_text())
