@@ -6,7 +6,7 @@
 # make test   every test: 7 to 14 minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
 # make test-sandbox  the tests that need bubblewrap; without that program all tests above skip them
 # make real   train a pretrained model of 135 M parameters, upcycled to a MoE, on tasks of reasoning-gym, and show
-#             texts before and after: 26 to 37 minutes on two cores, 19 GiB of memory; JOB=instructions is another
+#             texts before and after: 20 to 37 minutes on two cores, 19 GiB of memory; JOB=instructions is another
 #             job; SETTINGS="train.seed=1 run.dir=runs/real_1" changes settings
 # make record  the cheapest known way to a held-out accuracy, in generated tokens: its runs, resumable; ENTRY=NAME
 #             runs another entry of experiments/record and compares both; TRACK=tasks is the other track
