@@ -739,11 +739,8 @@ class Attention(nn.Module):
         self.scale = multiplier(config, "attention_multiplier")  # None: 1 / sqrt(head_dim)
         family = FAMILIES[config.model_type]
         bias = family.qkv_bias or getattr(config, "attention_bias", False)
-        sizes = {
-            "q": config.num_attention_heads,
-            "k": config.num_key_value_heads,
-            "v": config.num_key_value_heads,
-        }
+        num_kv_heads = config.num_key_value_heads
+        sizes = {"q": config.num_attention_heads, "k": num_kv_heads, "v": num_kv_heads}
         for name, heads in sizes.items():
             linear = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
             setattr(self, f"{name}_proj", linear)
@@ -1025,11 +1022,9 @@ def check_supported(config: PretrainedConfig) -> None:
     rope_type = config.rope_parameters["rope_type"]
     values = vars(config)
     # vLLM applies a sliding window that config.json names, whatever the family.
-    fixed_fields = {
-        "hidden_act": "silu",
-        "sliding_window": None,
-        **dict(FAMILIES[config.model_type].fixed_fields),
-    }
+    fixed_fields = {"hidden_act": "silu", "sliding_window": None} | dict(
+        FAMILIES[config.model_type].fixed_fields
+    )
     problems = [
         f"{field} is {values[field]!r}, supported is {supported!r}"
         for field, supported in fixed_fields.items()

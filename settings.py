@@ -397,7 +397,7 @@ class EvalSettings(Section):
     num_samples: CountOr0 = setting(8, "k samples per prompt for avg@k and pass@k; 0: greedy only")
     max_new_tokens: CountOrNull = setting(
         None,
-        "cut completions of evaluations at this length; null: rollout.max_new_tokens",
+        "cut an evaluation's completions at this length; null: rollout.max_new_tokens",
         per_stage="largest",
     )
     num_texts: Annotated[int, Field(ge=0, le=10**6)] = setting(
@@ -806,9 +806,7 @@ class RewardSettings(Section):
         on_resume="free",
     )
     env: list[str] = setting(
-        [],
-        "environment variables that worker processes receive, for example [JUDGE_API_KEY]",
-        on_resume="free",
+        [], "environment variables that workers receive, for example [JUDGE_API_KEY]", on_resume="free"
     )
     scale: dict[str, Annotated[tuple[float, float], AfterValidator(with_two_values)]] = setting(
         {},

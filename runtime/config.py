@@ -97,8 +97,12 @@ Switch = Annotated[Choice, BeforeValidator(switch_name)]  # for settings with th
 # ------------------------------------------------------------------------------------------------------------
 # Read settings
 # ------------------------------------------------------------------------------------------------------------
+TEXTS = ("system_prompt", "template", "answer_prefix", "judge_template", "stop")  # settings that may hold a #
+WORD_AFTER_HASH = re.compile(r"[ \t]+#[^\s\0]")
+
+
 class StrictLoader(yaml.SafeLoader):
-    """A safe YAML loader that refuses duplicate keys."""
+    """A safe YAML loader that refuses duplicate keys, and texts that end at # as in "write it after ####"."""
 
     def flatten_mapping(self, node):
         """Note the keys that the file itself has, before those of a merge (<<), which they may override."""
@@ -115,12 +119,16 @@ class StrictLoader(yaml.SafeLoader):
             if key in keys:
                 raise ValueError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
             keys.add(key)
+        for key_node, value in node.value:
+            texts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for text in texts if key_node.value in TEXTS else ():
+                end = text.end_mark
+                if getattr(text, "style", "") is None and WORD_AFTER_HASH.match(end.buffer, end.pointer):
+                    raise ValueError(f"line {end.line + 1}: {key_node.value} ends at #: put it in quotes")
         return mapping
 
 
 MAX_VALUES = 100_000  # aliases of aliases can expand a YAML of a few hundred bytes to billions of values
-
-CUT_TEXT = re.compile(r"(?m)^[^#\n]*\b(system_prompt|template|answer_prefix): +[^\s\"'|>#][^#\n]* (#\S+)")
 
 
 def parse_yaml(text: str, where: str) -> object:
@@ -128,8 +136,6 @@ def parse_yaml(text: str, where: str) -> object:
 
     where: for messages, the file or the setting.
     """
-    if cut := CUT_TEXT.search(text):
-        raise ValueError(f"{where}: YAML cuts {cut[1]} at {cut[2]}, as a comment: put the text in quotes")
     try:
         values = yaml.load(text, Loader=StrictLoader)
         num = num_values(values, {})

@@ -152,9 +152,7 @@ def print_summary(run_dir: Path) -> None:
     if waits["share_of_rollouts"] is not None:
         slowest = f"rank {waits['slowest_rank']} was last in {waits['slowest_rank_share']:.2f} of the steps"
         off = "" if error is None else f"; expected lengths off by {error:.2f}"
-        print(
-            f"  engines idle in rollouts     {waits['share_of_rollouts']:6.3f}   of the time; {slowest}{off}"
-        )
+        print(f"  engines idle in rollouts     {waits['share_of_rollouts']:6.3f}   of time; {slowest}{off}")
     total = sum(summary["seconds_by_phase"].values())
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in summary["seconds_by_phase"].items())
     print(f"  seconds                      {total:6.1f}   {phases}")

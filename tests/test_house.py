@@ -314,10 +314,10 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, experiments": 8448,
     "lines of Python, extras": 1953,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5103,
+    "lines of Python, runtime": 5107,
     "lines of Python, tests": 30050,
     "lines of Python, tests/campaign": 1838,
-    "lines of Python, the root": 11508,
+    "lines of Python, the root": 11504,
     "lines of Python, verifiers": 3939,
 }
 
