@@ -92,7 +92,7 @@ def hand_over_metrics(config: Config) -> set[str]:
 def check_config(config: Config) -> None:
     """Check settings against each other; ValueError names both settings of a contradiction."""
     if not config.data.train:
-        raise ValueError("data.train: no prompt set to train on; see experiments/environments/demo.yaml")
+        raise ValueError("data.train: no prompt set to train on; see experiments/environments/tiny.yaml")
     check_data(config.data)
     for function in config.reward.functions:
         if not is_kind(function) or not functions_of(function):
@@ -330,6 +330,7 @@ def loss_warnings(config: Config) -> Iterator[str]:
             "token_mask): take algorithm.ratio_form stop_gradient to exclude them"
         )
     has_own_clip = algo.ratio_level != "token" or algo.clip_mode not in ("fixed", "none")
+    has_own_clip |= algo.clip_cap is not None or algo.clip_eps_low != algo.clip_eps_high
     if has_built_in_clip and has_own_clip and num_updates == 1 and algo.old_policy == "trainer":
         yield (
             f"algorithm.ratio_level {algo.ratio_level!r}, algorithm.clip_mode {algo.clip_mode!r}: no clip "

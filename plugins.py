@@ -282,11 +282,12 @@ def check_advantage(config: Config) -> None:
     is_right = torch.tensor([True, False, False, False, True, False, False])
     valid = torch.tensor([True, True, True, True, True, True, False])
     group_index = torch.tensor([0, 0, 1, 1, 2, 3, 3])  # two rewards, a tie, one completion, one verdict
+    kinds = {name: weight for source in config.data.train for weight, name in parts_of(source.kind or "math")}
     for num_completions in (len(valid), 0):  # a rank may have no completion
         rows = slice(num_completions)
         inputs = AdvantageInputs(
             rewards=torch.where(is_right, right, wrong)[rows],
-            parts=[{"exact": (1.0, float(score))} for score in is_right[rows]],
+            parts=[{k: (w, float(score)) for k, w in kinds.items()} for score in is_right[rows]],
             valid=valid[rows],
             group_index=group_index[rows],
             lengths=torch.arange(1, 8)[rows],

@@ -83,7 +83,7 @@ def warn_of_idle_steps(metrics: dict[str, float], state: TrainState) -> None:
         return
     cause = (
         f"score {figure(metrics['score'], '.3f')}, zero-variance {metrics['zero_variance_frac']:.2f}: "
-        "read samples.jsonl, then check kinds, answers and rollout.max_new_tokens, or take easier prompts"
+        "read samples.jsonl, then check kinds, answers and rollout.max_new_tokens, or take other prompts"
     )
     if metrics.get("nonfinite_updates_max"):
         cause = "the updates were skipped, because loss or gradient is not finite: see the folder nonfinite"

@@ -162,7 +162,7 @@ def in_words(error: BaseException) -> str:
         return f"{type(error).__name__}: {text}{places[-1] if places else ''}"
     if "can't allocate memory" in text or "CUDA out of memory" in text:
         return (
-            "out of memory: lower train.micro_batch_tokens (not below one row of full length) or "
+            "out of memory: lower train.micro_batch_tokens (not below one row of full length) or, on CPUs, "
             "rollout.kv_cache_gib, or set model.activation_checkpointing=true. Checkpoints are intact: the "
             f"same command resumes from the newest. {text}"
         )
