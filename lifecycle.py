@@ -37,7 +37,7 @@ from tqdm import tqdm
 import moe_model
 from batch import Completion, Group, Request, Rollout, RolloutBatch, collate, verdicts_of
 from configure import config_warnings, stage_configs, widest
-from data.chat import load_tokenizer
+from data.chat import end_of_turn, load_tokenizer
 from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt, prompt_sha
 from data.references import describe, lines_of
@@ -810,6 +810,10 @@ def announce(
     stop_ids, stop_texts = stops_of(model_dir, tokenizer, config.rollout.stop)
     tokens = [f"{tokenizer.convert_ids_to_tokens(i) or 'a token without a text'} ({i})" for i in stop_ids]
     say(f"a completion ends at {', '.join([*tokens, *map(repr, stop_texts)]) or 'its length limit only'}")
+    chat = next((prompt.messages for prompt in loaded.everyone() if prompt.is_chat), None)
+    end = end_of_turn(tokenizer, chat) if chat else ""
+    if end and tokenizer.convert_tokens_to_ids(end) not in stop_ids:
+        say(f"warning: the chat template's end of a turn, {end}, ends no completion: add it to rollout.stop")
     num_held_out = sum(len(prompts) for prompts, _ in loaded.eval_sets.values())
     kernel = moe_model.choose_logprob_kernel(config.model, hf_config, device)
     experts = ", experts triton" if config.model.expert_kernel == "triton" else ""

@@ -106,6 +106,15 @@ def refuse_special_prefix(prefix: str, tokenizer, allows_special: bool) -> None:
             raise ValueError(f"{place} may end the turn: remove it, or allow it by data.special_tokens=true")
 
 
+def end_of_turn(tokenizer, messages: list[dict]) -> str:
+    """Return the special token that a chat template writes after an assistant's turn; "" if it has none."""
+    with contextlib.suppress(Exception):  # a template can raise errors of any type
+        text = ChatTemplate(tokenizer).text([*messages, {"role": "assistant", "content": "7"}], False)
+        rest = text.rpartition("7")[2]
+        return next((rest[start:end] for start, end in token_spans(rest, tokenizer)), "").strip()
+    return ""
+
+
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str = "the chat template") -> Iterator[None]:
     """Raise TimeoutError in the main thread after some seconds of a with block; no limit in other threads."""

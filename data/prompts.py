@@ -549,9 +549,7 @@ def load_scores(path) -> dict[str, OfflineScore | None]:
     except ValueError as error:  # the last line of a killed run is incomplete
         raise ValueError(f"{error}; rerun the data.score command to repair an incomplete last line") from None
     if "model" not in header or "prompt_sha" in header:
-        raise ValueError(
-            f"{path}: row 1 is not the header of an output of data/score.py: {repr(header)[:80]}"
-        )
+        raise ValueError(f"{path}: row 1 is no header of an output of data/score.py: {repr(header)[:80]}")
     scores = {}
     for number, row in enumerate(rows, start=2):
         where = f"{path}: row {number}"

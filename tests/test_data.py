@@ -18,6 +18,7 @@ from helpers import one_token
 from tokenizers import AddedToken, normalizers
 
 from data import gsm8k, human_eval, random_model
+from data.chat import end_of_turn
 from data.formats import load_tables
 from data.prompts import (
     DataSettings,
@@ -716,12 +717,14 @@ def test_templates_that_are_missing_or_fail(tmp_path):
     for args in ({"enable_thinkin": 1}, {"tokenize": True}):
         with refuses(f"data.chat_template_args.{min(args)}"):
             load_prompts(conversation, tokenizer=tokenizer, chat_template_args=args)
+    assert end_of_turn(tokenizer, [USER]) == "<|im_end|>"
     failing = "{% if messages|length > 1 %}{{ raise_exception('No system role!') }}{% endif %}x"
     tokenizer.chat_template = failing
     load_prompts(conversation, tokenizer=tokenizer)
     with refuses("set.jsonl: row 1", "chat template", "No system role!"):
         load_prompts(conversation, tokenizer=tokenizer, system_prompt="s")
     tokenizer.chat_template = "{{ messages[-1].content }}"
+    assert end_of_turn(tokenizer, [USER]) == ""
     with refuses("set.jsonl: row 1", "drops the system message"):
         load_prompts(conversation, tokenizer=tokenizer, system_prompt="Be brief.")
     tokenizer.chat_template = None
