@@ -1063,7 +1063,8 @@ def measure_rollout(run: Run, rollout: Rollout, seconds: float) -> dict[str, tup
 
     seconds: until the slowest rank had its last verdict.
     """
-    config, sampled = run.config, rollout.groups
+    config = run.config
+    sampled = rollout.groups
     num_experts = num_experts_of(run.policy.config)
     part = config.zero_variance.part
     metrics = rollout_metrics(sampled, config.reward.binary, invalid_route(num_experts), part)

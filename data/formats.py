@@ -100,8 +100,8 @@ def files_of_folder(path: str, folder: str, split: str) -> list[str]:
         raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file, with or without .gz")
     word = re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])", re.IGNORECASE)
     split_files = [file for file in files if word.search(file)]
-    found = {SPLITS.intersection(re.findall("[a-z]+", file.lower())) for file in files}
-    if not split_files and (len(found) > 1 or split != "train" and found != {frozenset()}):
+    splits = {SPLITS.intersection(re.findall("[a-z]+", file.lower())) for file in files}
+    if not split_files and (len(splits) > 1 or split != "train" and splits != {frozenset()}):
         raise ValueError(
             f"{path}: no file is of the split {split!r}, and {files[0]} and {files[-1]} are of others; set "
             "`split`, or name a file or a pattern"

@@ -350,6 +350,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     add("--template", help="text around each prompt (default: {prompt})")
     add("--difficulty", nargs=2, type=float, metavar=("LOW", "HIGH"), help="load only this closed range")
     add("--limit", type=int, help="load only the first rows")
+    add("--distinct", action="store_true", default=None, help="leave out copies of earlier rows")
     add("--chat", choices=["auto", "always", "never"], help="render with the chat template (default: auto)")
     add("--system-prompt", help="system message for rendered prompts that lack one")
     add("--chat-template-args", metavar="YAML", help='for example "{enable_thinking: false}"')

@@ -465,13 +465,13 @@ class LoraExtra(Extra):
         recorded = launch.state.extras.setdefault("lora", {})
         folder = moe_model.model_folder(launch.config.model.path)
         texts = {n: of for n, of in digests_of_input("file", folder).items() if ".safetensors" not in n}
-        found = {"weights": digest_of_base(folder), "files": texts}
-        if changed := [name for name, value in found.items() if recorded.get(name, value) != value]:
+        digests = {"weights": digest_of_base(folder), "files": texts}
+        if changed := [name for name, value in digests.items() if recorded.get(name, value) != value]:
             raise ValueError(
                 f"model.path: the adapters of the checkpoint belong to other {' and '.join(changed)} than "
                 f"those in {launch.config.model.path}: restore them, or choose another run.dir"
             )
-        recorded |= found
+        recorded |= digests
 
     def adapt(self, policy, config):
         """Freeze the policy and add the adapters."""
