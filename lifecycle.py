@@ -789,7 +789,7 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
     parts = trainer_memory(config, hf_config, dist.get_world_size())
     reserved = trainer_bytes(parts, engine_sleeps=config.rollout.sleep_level > 0)
     timeout_s = setup_timeout_s(config) + MARGIN_S
-    settings = engine_settings(config, hf_config)
+    settings = engine_settings(config.rollout, hf_config, max_model_len(config))
     options: dict[str, Any] = {}
     for extra in active(config):
         options |= extra.engine_options(config)

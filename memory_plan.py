@@ -584,8 +584,8 @@ ALLOCATOR_RATIO = 1.2
 DEFAULT_KV_CACHE_BYTES = GIB  # upper bound of the KV cache that a rank on a CPU gets by default [ours]
 
 
-def kv_cache_on_cpu(config: Config, hf_config: PretrainedConfig) -> int:
-    """Return the bytes of the KV cache of a rank on a CPU.
+def kv_cache_on_cpu(rollout: RolloutSettings, hf_config: PretrainedConfig, max_len: int) -> int:
+    """Return the bytes of the KV cache of a rank on a CPU. max_len: of prompt + completion, in tokens.
 
     rollout.kv_cache_gib or, if it is null, room for max_num_seqs completions of full length, at most 1 GiB
     but at least one completion. vLLM's own default would be 0.92 of the node's memory for every rank.
@@ -595,17 +595,17 @@ def kv_cache_on_cpu(config: Config, hf_config: PretrainedConfig) -> int:
         if not gib.isdigit() or int(gib) == 0:
             raise ValueError(f"VLLM_CPU_KVCACHE_SPACE is {gib!r}: expected GiB of the KV cache, at least 1")
         return int(gib) * GIB
-    if config.rollout.kv_cache_gib is not None:
-        return int(config.rollout.kv_cache_gib * GIB)
-    one = smallest_kv_cache_bytes(hf_config, config.rollout, max_model_len(config), CPU_BLOCK_SIZE)
-    return max(one, min(config.rollout.sequences_at_once * one, DEFAULT_KV_CACHE_BYTES))
+    if rollout.kv_cache_gib is not None:
+        return int(rollout.kv_cache_gib * GIB)
+    one = smallest_kv_cache_bytes(hf_config, rollout, max_len, CPU_BLOCK_SIZE)
+    return max(one, min(rollout.sequences_at_once * one, DEFAULT_KV_CACHE_BYTES))
 
 
-def engine_settings(config: Config, hf_config: PretrainedConfig) -> RolloutSettings:
+def engine_settings(rollout: RolloutSettings, hf_config: PretrainedConfig, max_len: int) -> RolloutSettings:
     """Return the section `rollout` with the size of the KV cache on CPUs filled in; unchanged on GPUs."""
-    if torch.cuda.is_available() or config.rollout.kv_cache_gib is not None:
-        return config.rollout
-    return config.rollout.model_copy(update={"kv_cache_gib": kv_cache_on_cpu(config, hf_config) / GIB})
+    if torch.cuda.is_available() or rollout.kv_cache_gib is not None:
+        return rollout
+    return rollout.model_copy(update={"kv_cache_gib": kv_cache_on_cpu(rollout, hf_config, max_len) / GIB})
 
 
 def host_bytes_by_phase(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> dict[str, int]:
@@ -616,7 +616,7 @@ def host_bytes_by_phase(config: Config, hf_config: PretrainedConfig, num_ranks: 
     parts = trainer_memory(config, hf_config, num_ranks, on_gpu=False)
     parts["engine weights"] = engine_weight_bytes(hf_config, config.rollout)
     parts["engine workspace"] = 0
-    parts["KV cache"] = kv_cache_on_cpu(config, hf_config)
+    parts["KV cache"] = kv_cache_on_cpu(config.rollout, hf_config, max_model_len(config))
     processes = PROCESS_BYTES + config.reward.num_workers * WORKER_BYTES
     phases = bytes_by_phase(parts, engine_sleeps=False, context_bytes=0)
     return {phase: int(ALLOCATOR_RATIO * num_bytes) + processes for phase, num_bytes in phases.items()}

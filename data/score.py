@@ -52,6 +52,7 @@ from tqdm import tqdm
 from data.chat import load_tokenizer, reads_clock
 from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
 from data.stream import chat_warnings, digest_of_rows, drop_overlong, dropped_line, seed_of, set_lines
+from memory_plan import engine_settings
 from moe_model import checkpoint_shards, engine_dtype, load_config, model_folder
 from reward import Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
@@ -195,7 +196,9 @@ def build_engine(args, longest_prompt: int) -> RolloutEngine:
         max_num_seqs=args.max_num_seqs, dtype=args.dtype, kv_cache_gib=args.kv_cache_gib, stop=args.stop,
         capture_routes="off",
     )  # fmt: skip
-    engine = RolloutEngine(args.model, longest_prompt + args.max_new_tokens, settings)
+    max_len = longest_prompt + args.max_new_tokens
+    settings = engine_settings(settings, load_config(args.model), max_len)
+    engine = RolloutEngine(args.model, max_len, settings)
     engine.sync(weights_of(args.model), policy_version=0)
     return engine
 
@@ -322,7 +325,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     add("--chunk", type=int, default=256, help="prompts per write to --output (default: %(default)s)")
     add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="of vLLM, see rollout.dtype")
-    add("--kv-cache-gib", type=float, help="memory for keys and values per rank (default: vLLM decides)")
+    add("--kv-cache-gib", type=float, help="GiB of keys and values per rank (default: at most 1 on CPUs)")
     add("--max-num-seqs", type=int, default=256, help="parallel completions per rank (default: %(default)s)")
     add("settings", nargs="*", metavar="reward.key=value", help="of section reward, and rollout.stop")
     args = parser.parse_intermixed_args(argv)

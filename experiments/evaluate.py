@@ -665,7 +665,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of sampling and bootstrap (default: %(default)s)")
     add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="of engine and trainer")
-    add("--kv-cache-gib", type=float, help="GiB of keys and values per rank (default: chosen by vLLM)")
+    add("--kv-cache-gib", type=float, help="GiB of keys and values per rank (default: at most 1 on CPUs)")
     add("--max-num-seqs", type=int, default=256, help="completions at once per rank (default: %(default)s)")
     add("--trainer-logprobs", action=argparse.BooleanOptionalAction, default=True,
         help="also compute entropies and log-probabilities by the trainer's policy")  # fmt: skip
@@ -892,6 +892,8 @@ def gather(rows: list[dict]) -> list[dict]:
 def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_tasks: list[Task]):
     """Complete and score the tasks of this rank; return engine, rows and seconds of sampling."""
     from data.score import weights_of
+    from memory_plan import engine_settings
+    from moe_model import load_config
     from rollout import RolloutEngine
 
     num_completions = len(tasks) * (1 + args.samples)
@@ -901,7 +903,9 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_t
         say(reference_warning(pool, tasks))
         say(f"{num_completions:,} completions of {len(tasks):,} prompts; starting vLLM")
         longest = max(len(task.prompt_ids) for task in tasks)  # of all ranks, which may share an engine
-        engine = RolloutEngine(folder, longest + settings.rollout.max_new_tokens, settings.rollout)
+        max_len = longest + settings.rollout.max_new_tokens
+        rollout = engine_settings(settings.rollout, load_config(folder), max_len)
+        engine = RolloutEngine(folder, max_len, rollout)
         engine.sync(weights_of(folder), policy_version=0)
         start = time.perf_counter()
         with progress_bar(num_completions, "generate") as progress:

@@ -535,7 +535,8 @@ def test_ranks_of_one_engine_use_the_same_context_length(rank, monkeypatch):
     monkeypatch.setattr(evaluate_py, "reference_warning", lambda pool, tasks: "")
     monkeypatch.setenv("RANK", str(rank))
     tasks = [SimpleNamespace(prompt_ids=[5] * length) for length in (3, 8, 4)]
-    options = ["--data", "a.jsonl", "--max-new-tokens", "100"]
+    monkeypatch.setattr("moe_model.load_config", lambda folder: None)
+    options = ["--data", "a.jsonl", "--max-new-tokens", "100", "--kv-cache-gib", "1"]
     args = parse_args(["--model", "m", *options])
     with pytest.raises(Stop, match="108"):
         evaluate_py.generate(args, settings_of(*options), Path("m"), None, tasks, tasks[rank::2])

@@ -506,16 +506,16 @@ def test_a_kv_cache_for_less_than_one_completion_is_refused(block_size, tokens, 
 @pytest.mark.parametrize("num_seqs, expected", [(4, 4 * 8 * 32 * 23040), (256, GIB)])
 def test_the_default_kv_cache_of_a_cpu_is_bounded(num_seqs, expected, monkeypatch):
     """A completion of 224 tokens takes seven blocks of 32, and vLLM keeps one for itself."""
-    config = host_config("rollout.kv_cache_gib=null", f"rollout.max_num_seqs={num_seqs}")
+    settings = host_config("rollout.kv_cache_gib=null", f"rollout.max_num_seqs={num_seqs}").rollout
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    assert memory_plan.engine_settings(config, UPCYCLED).kv_cache_gib * GIB == expected
-    assert memory_plan.engine_settings(host_config(), UPCYCLED).kv_cache_gib == 0.25
+    assert memory_plan.engine_settings(settings, UPCYCLED, 224).kv_cache_gib * GIB == expected
+    assert memory_plan.engine_settings(host_config().rollout, UPCYCLED, 224).kv_cache_gib == 0.25
     for gib in ("0", "0.5"):
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", gib)
         with pytest.raises(ValueError, match=f"VLLM_CPU_KVCACHE_SPACE is '{gib}'"):
-            memory_plan.engine_settings(config, UPCYCLED)
+            memory_plan.engine_settings(settings, UPCYCLED, 224)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert memory_plan.engine_settings(config, UPCYCLED).kv_cache_gib is None
+    assert memory_plan.engine_settings(settings, UPCYCLED, 224).kv_cache_gib is None
 
 
 # ---- an optimizer on the host ----
