@@ -110,8 +110,8 @@ def check_parity(old_logprobs: Tensor, batch: RolloutBatch, config: Config, step
     """Compare log-probabilities of trainer and engine, [B, T], under the same weights. Collective.
 
     Tokens of earlier policies (batch.policy_versions) are left out. RuntimeError if the difference exceeds
-    rounding: then the engine samples from another policy than the trained one, most likely because of a
-    faulty weight sync.
+    the bounds: then the engine samples from another policy than the trained one, by its rounding, by other
+    routes or by a faulty weight sync.
     """
     compared = batch.response_mask
     if batch.policy_versions is not None:
@@ -126,8 +126,8 @@ def check_parity(old_logprobs: Tensor, batch: RolloutBatch, config: Config, step
         raise RuntimeError(
             f"step {step}: trainer and engine disagree on the sampled tokens: |dlogp| mean {mean:.2g}, p99 "
             f"{p99:.2g} nats (rollout.parity_mean {rollout.parity_mean}, rollout.parity_p99 "
-            f"{rollout.parity_p99} for float32). The engine holds other weights than the trainer, most "
-            "likely because of a faulty weight sync."
+            f"{rollout.parity_p99} for float32). If it stays with algorithm.router_replay=r3, rollout.fp8=off "
+            "and rollout.dtype=float32, the engine holds other weights: the weight sync is faulty"
         )
 
 
