@@ -7,7 +7,7 @@ report.py prints the note with the table, and compares both with the documents. 
 """
 
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,14 +73,11 @@ def declaration_notes(rows: Records, studies: dict[str, set[Path]], declared: di
 def seed_notes(rows: Records, parents: dict[str, str], declared: dict[str, dict]) -> list[str]:
     """Name the seeds that a row lacks: of its declaration, else of any row."""
     of_table = {seed for records in rows.values() for seed in seeds_of(records)}
-    missing = {
-        row: set(declared[row]["seeds"] if row in declared else of_table) - seeds_of(records)
-        for row, records in rows.items()
-    }
     by_seeds: dict[str, list[str]] = {}
-    for row, seeds in missing.items():
-        if seeds:
-            by_seeds.setdefault(ranges(seeds), []).append(row)
+    for row, records in rows.items():
+        expected = set(declared[row]["seeds"]) if row in declared else of_table
+        if missing := expected - seeds_of(records):
+            by_seeds.setdefault(ranges(missing), []).append(row)
     texts = []
     for seeds, names in by_seeds.items():
         texts.append(f"{seeds} of {'all rows' if 2 < len(names) == len(rows) else ', '.join(names)}")
@@ -98,7 +95,8 @@ def start_notes(rows: Records, parents: dict[str, str]) -> list[str]:
         row: {record["seed"]: record.get("versions", {}).get("weights") for record in records}
         for row, records in rows.items()
     }
-    starts = {start for of_row in weights.values() for start in of_row.values()}
+    pairs = {pair for of_row in weights.values() for pair in of_row.items()}  # (seed, start) of all rows
+    starts = {start for _, start in pairs}
     if len(starts) < 2:
         return []
     differing = []
@@ -109,11 +107,8 @@ def start_notes(rows: Records, parents: dict[str, str]) -> list[str]:
         if is_apart or any(of_row[seed] != of_parent[seed] for seed in common):
             differing.append(row)
     unknown = ", and some records lack their start" if None in starts else ""
-    by_seed: dict[int, set] = defaultdict(set)
-    for of_row in weights.values():
-        for seed, start in of_row.items():
-            by_seed[seed].add(start)
-    split = ranges(seed for seed, of_seed in by_seed.items() if len(of_seed) > 1)
+    num_starts = Counter(seed for seed, _ in pairs)
+    split = ranges(seed for seed, number in num_starts.items() if number > 1)
     if not differing:
         by_row = f"the same for a row and its parent; seeds {split} have several"
         return [f"{len(starts)} start weights, {by_row if split else 'one for all runs of a seed'}{unknown}."]
@@ -133,9 +128,7 @@ def data_notes(rows: Records, parents: dict[str, str]) -> list[str]:
     for row, of_row in held_out.items():
         of_parent = held_out[parents[row]]
         pairs = [(of_row[seed], of_parent[seed]) for seed in of_row.keys() & of_parent.keys()]
-        if any(
-            own[name] != other.get(name, own[name]) for own, other in pairs for name in own if name != "train"
-        ):
+        if any(own[key] != other.get(key, own[key]) for own, other in pairs for key in own if key != "train"):
             differing.append(row)
     return [f"Other held-out prompts than the parent's: {', '.join(differing)}."] if differing else []
 

@@ -87,13 +87,8 @@ KNOWN_MODELS = {  # {name: (values shared with other models, SIZES of this model
     "granite-3.1-3b-a800m-base": (GRANITE_3B, (1536, 512, 32, 24)),
     "granite-3.1-3b-a800m-instruct": (GRANITE_3B, (1536, 512, 32, 24)),
 }
-CONTEXTS = {  # {variant: tokens}, for Qwen3; all variants of another family have the same shape
-    "": 40960,
-    "-Base": 32768,
-    "-Instruct": 32768,
-    "-Instruct-2507": 262144,
-    "-Thinking-2507": 262144,
-}
+# {variant: tokens}, for Qwen3; all variants of another family have the same shape
+CONTEXTS = {"": 40960, "-Base": 32768, "-Instruct": 32768, "-Instruct-2507": 262144, "-Thinking-2507": 262144}
 
 
 @functools.cache
@@ -175,10 +170,7 @@ class Task:
         object.__setattr__(self, "config", memory_plan.with_sleep_level(config, on_gpu=True))
 
     def with_settings(self, change: dict) -> "Task":
-        """Return the same task with other settings or another number of GPUs.
-
-        change: for example {"rollout.sleep_level": 2, "gpus": 16}.
-        """
+        """Return the same task with other values, for example {"rollout.sleep_level": 2, "gpus": 16}."""
         config = self.config
         for name, value in change.items():
             if name != "gpus":
@@ -290,11 +282,6 @@ class Task:
         return memory_plan.kv_bytes_per_token(self.model, self.config.rollout)
 
     @property
-    def num_updates(self) -> int:
-        """Return the number of updates of a step."""
-        return self.config.train.num_updates
-
-    @property
     def num_forward_only_passes(self) -> int:
         """Return the forward passes of a step without a backward pass: old policy, reference, extras."""
         of_extras = sum(extra.num_passes for extra in active(self.config))
@@ -324,8 +311,7 @@ def contradiction(task: Task) -> str | None:
             kv_heads % parallel and parallel % kv_heads,
         f"rollout.prompts_per_step {per_step} must be a multiple of GPUs x train.minibatches_per_step, "
         f"{num_gpus} x {minibatches}": per_step % (num_gpus * minibatches),
-        f"{num_gpus} GPUs do not fill nodes of {per_node}":
-            num_gpus > per_node and num_gpus % per_node,
+        f"{num_gpus} GPUs do not fill nodes of {per_node}": num_gpus > per_node and num_gpus % per_node,
         "rollout.expert_parallel true needs rollout.tensor_parallel above 1":
             config.rollout.expert_parallel and parallel == 1,
     }  # fmt: skip
@@ -412,9 +398,9 @@ def num_reductions(task: Task) -> int:
     """Return how often gradients are reduced in a step: by ZeRO 1 per update, by ZeRO 2 per micro-batch."""
     train = task.config.train
     if train.zero_stage == 1:
-        return task.num_updates
-    micro_batch_tokens = max(task.config.train.tokens_per_forward(on_gpu=True), task.sequence_tokens)
-    return task.num_updates * math.ceil(task.grid_tokens / train.minibatches_per_step / micro_batch_tokens)
+        return train.num_updates
+    micro_batch_tokens = max(train.tokens_per_forward(on_gpu=True), task.sequence_tokens)
+    return train.num_updates * math.ceil(task.grid_tokens / train.minibatches_per_step / micro_batch_tokens)
 
 
 def wire_bytes(task: Task) -> dict[str, int]:
@@ -438,7 +424,7 @@ def wire_bytes(task: Task) -> dict[str, int]:
     return {
         "all-to-all": int(exchanged * num_passes),
         "gradients": int(2 * elements * task.itemsize * num_reductions(task)),
-        "updated weights": int(elements * task.itemsize * task.num_updates),
+        "updated weights": int(elements * task.itemsize * train.num_updates),
         "sync": sync_bytes(task)["over the wire"],
     }
 
@@ -536,8 +522,9 @@ def offload_seconds(task: Task) -> float:
     The gradient of a float32 policy travels to the host and back in every micro-batch. One core of the host
     then scales the gradient (8 bytes), runs AdamW (28), and reads and writes the value to return.
     """
-    num_values = task.num_updates * task.owned * task.config.train.offload_optimizer
-    gradient_bytes = 4 if task.itemsize == 2 else 8 * num_reductions(task) / task.num_updates
+    train = task.config.train
+    num_values = train.num_updates * task.owned * train.offload_optimizer
+    gradient_bytes = 4 if task.itemsize == 2 else 8 * num_reductions(task) / train.num_updates
     crossing_s = (gradient_bytes + task.itemsize) / (task.machine.host_gbs * LINK_SHARE)
     return num_values / 1e9 * (crossing_s + (8 + 28 + 4 + task.itemsize) / CORE_GBS)
 
@@ -554,7 +541,7 @@ def phase_seconds(task: Task) -> dict[str, float]:
     exchanging_s = link_seconds(task, sent["all-to-all"], config.model.ep_size)
     reducing_s = link_seconds(task, sent["gradients"] + sent["updated weights"], task.num_gpus)
     # AdamW reads and writes weights and both averages, and reads the gradient: 7 values for 3 stored ones.
-    adamw_bytes = task.num_updates * 7 / 3 * (task.parts["master weights"] + task.parts["AdamW"])
+    adamw_bytes = config.train.num_updates * 7 / 3 * (task.parts["master weights"] + task.parts["AdamW"])
     adamw_s = adamw_bytes / (task.machine.memory_gbs * 1e9 * MEMORY_SHARE)
     adamw_s += offload_seconds(task)
     num_before = task.num_forward_only_passes
@@ -781,13 +768,6 @@ def read_machine(args: argparse.Namespace, name: str, num_gpus: int) -> Machine:
     return replace(machine, memory_gib=args.gpu_memory_gib or machine.memory_gib)
 
 
-def read_config(args: argparse.Namespace) -> Config:
-    """Return the settings; for a run in stages, settings with the largest sizes of all stages."""
-    files = [argument for file in args.config for argument in ("--config", str(file))]
-    stages = stage_configs(load_config([*files, *args.settings]))
-    return widest(stages, on_gpu=True)
-
-
 def mean_tokens(option: float | None, comment: str | None, limit: int) -> float:
     """Return the mean length from the command line, else from the file's comment, else half of the limit."""
     if option is not None:
@@ -798,9 +778,11 @@ def mean_tokens(option: float | None, comment: str | None, limit: int) -> float:
 def read_task(args: argparse.Namespace) -> Task:
     """Return the task of the command line; ValueError for invalid values.
 
-    Defaults come from the line "# Machine: ..." of the last file, if there is one.
+    Defaults come from the line "# Machine: ..." of the last file, if there is one. A run in stages is planned
+    with the largest sizes of all stages.
     """
-    config = read_config(args)
+    files = [argument for file in args.config for argument in ("--config", str(file))]
+    config = widest(stage_configs(load_config([*files, *args.settings])), on_gpu=True)
     match = MACHINE_LINE.search(args.config[-1].read_text())
     of_file = match.groups() if match else [None] * 5
     file_gpus, file_machine, file_shape, file_prompt, file_completion = of_file

@@ -26,7 +26,6 @@ from runtime.config import command_line
 
 STUDIES = ROOT / "experiments" / "studies"
 INDEX = "whole.json"  # in the folder of all studies
-OUTPUT = Path("runs") / "records"
 
 
 def index_of(studies: Path) -> dict[str, str]:
@@ -151,7 +150,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "get":
-            print(get(args.study, STUDIES, ROOT / OUTPUT))
+            print(get(args.study, STUDIES, ROOT / "runs" / "records"))
         else:
             write_small(args.file, args.steps, STUDIES)
     except (ValueError, OSError) as error:

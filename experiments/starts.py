@@ -143,8 +143,7 @@ def starts_of(settings: object) -> set[Path]:
 def start_with(weights: str | None) -> Path | None:
     """Return the model folder of the start whose weights have a digest; None without one."""
     for file in sorted(STARTS.glob(f"*/{RECORD}")):
-        models = json.loads(file.read_text())["weights"]
-        for folder, digest in models.items():
+        for folder, digest in record_of(file.parent)["weights"].items():
             if weights is not None and digest == weights:
                 return file.parent / folder
     return None

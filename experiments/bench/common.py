@@ -15,9 +15,6 @@ from runtime.provenance import commit_of, machine_of, now, versions_of
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Options
-# ------------------------------------------------------------------------------------------------------------
 def make_parser(description: str) -> argparse.ArgumentParser:
     """Make a parser with --json."""
     parser = argparse.ArgumentParser(
@@ -27,17 +24,11 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Ranks
-# ------------------------------------------------------------------------------------------------------------
 def torchrun(num_ranks: int) -> list[str]:
     """Return the start of a command that launches a script, or -m and a module, on local ranks."""
     return [sys.executable, "-m", "runtime.torchrun", f"--nproc-per-node={num_ranks}"]
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Figures
-# ------------------------------------------------------------------------------------------------------------
 def spread(values: list[float]) -> dict[str, Any]:
     """Summarise repeated measurements as median, min, max and n, and keep them as rounds."""
     ends = {"min": min(values), "max": max(values)}

@@ -129,10 +129,9 @@ def end_piece(process: subprocess.Popen) -> None:
 
 def alone(args) -> None:
     """Run one piece in this process, write its record, and exit."""
-    for variable, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        os.environ.setdefault(variable, value)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    one_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ.update(one_rank | os.environ)
     piece = MODES[args.mode][args.alone]
     report = Report(args.out, args.alone, args.dry_run, versions())
     with tempfile.TemporaryDirectory() as folder:

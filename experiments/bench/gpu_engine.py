@@ -18,8 +18,8 @@ from experiments.bench.gpu_kernels import NEEDS_GPU, SIZES, Piece, Report, make_
 
 GIB = 2**30
 SEQUENCES = (8, 32, 64, 256)  # concurrent sequences; with FlashInfer, vLLM takes another kernel below 32
-NEW_TOKENS = 512
 LONGEST = 640
+SCALE_LAYOUT = {"column_major_scales": True, "tma_aligned_scales": True, "use_ue8m0": False}
 
 
 def models() -> Path:
@@ -121,13 +121,9 @@ def launch_product(device: torch.device) -> float:
     from vllm.utils.deep_gemm import fp8_gemm_nt, per_block_cast_to_fp8
 
     x, weight = torch.randn(2, 256, 256, device=device, dtype=torch.bfloat16)
-    layout = {"column_major_scales": True, "tma_aligned_scales": True, "use_ue8m0": False}
     product = torch.empty_like(x)
-    fp8_gemm_nt(
-        per_token_group_quant_fp8(x, 128, **layout),
-        per_block_cast_to_fp8(weight, [128, 128], use_ue8m0=False),
-        product,
-    )
+    fp8_weight = per_block_cast_to_fp8(weight, [128, 128], use_ue8m0=False)
+    fp8_gemm_nt(per_token_group_quant_fp8(x, 128, **SCALE_LAYOUT), fp8_weight, product)
     exact = x.float() @ weight.float().T
     return ((product - exact).norm() / exact.norm()).item()
 
@@ -250,8 +246,7 @@ def compare_formats(report: Report) -> None:
             report.criteria["activations: bit-equal to vLLM's"] = NEEDS_GPU
             continue
         codes, scales = quantise_activation(values, version, column_major=True)
-        layout = {"column_major_scales": True, "tma_aligned_scales": True, "use_ue8m0": False}
-        vllm_codes, vllm_scales = per_token_group_quant_fp8(values, 128, **layout)
+        vllm_codes, vllm_scales = per_token_group_quant_fp8(values, 128, **SCALE_LAYOUT)
         same = torch.equal(codes.view(torch.uint8), vllm_codes.view(torch.uint8))
         same &= torch.equal(scales, vllm_scales) and scales.stride() == vllm_scales.stride()
         report.criteria[f"activations, {name}: bit-equal to vLLM's, layout too"] = same
@@ -315,7 +310,7 @@ def measure_mismatch(report: Report, pair: Pair) -> None:
 
 def measure_rates(report: Report, pair: Pair) -> None:
     """Measure tokens per second by number of sequences, with and without capture; write greedy samples."""
-    new_tokens = 6 if report.dry else NEW_TOKENS
+    new_tokens = 6 if report.dry else 512
     counts = (2, 4) if report.dry else SEQUENCES
 
     def rate(requests: list, **options) -> float:

@@ -233,27 +233,17 @@ def flops_per_token(size: dict, length: int) -> float:
     return 6 * weights + 6 * size["num_hidden_layers"] * heads * length
 
 
-@dataclass
 class Work:
-    """A policy and a micro-batch."""
+    """Some layers of 30B, or the small model in a dry run, and a micro-batch of random tokens."""
 
-    policy: torch.nn.Module
-    packed: object
-    tokens: int
-    device: torch.device
-
-    @classmethod
-    def make(cls, dry: bool) -> "Work":
-        """Make some layers of 30B, or the small model in a dry run, and random tokens."""
-        size = "dry" if dry else "30B"
-        device = torch.device("cpu" if dry else "cuda")
-        length, tokens = (32, 128) if dry else (1024, 32768)
-        policy = make_policy(size, device)
+    def __init__(self, report: Report):
+        self.device = report.device
+        self.policy = make_policy("dry" if report.dry else "30B", self.device)
+        length, self.tokens = (32, 128) if report.dry else (1024, 32768)
         generator = torch.Generator().manual_seed(0)
-        shape = (tokens // length, length)
-        completions = torch.randint(2, policy.config.vocab_size, shape, generator=generator).tolist()
-        packed = policy_module().pack([[2]] * len(completions), completions, device)
-        return cls(policy, packed, tokens, device)
+        shape = (self.tokens // length, length)
+        completions = torch.randint(2, self.policy.config.vocab_size, shape, generator=generator).tolist()
+        self.packed = policy_module().pack([[2]] * len(completions), completions, self.device)
 
     def update(self, replay=None) -> None:
         """Compute the gradients of all weights."""
@@ -264,7 +254,7 @@ class Work:
 
 def update(report: Report) -> None:
     """Compare the memory that an update adds to the weights with the plan, without and with checkpointing."""
-    work = Work.make(report.dry)
+    work = Work(report)
     for parameter in work.policy.parameters():  # the plan counts gradients apart from activations
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     for checkpointing in (False, True):
@@ -284,7 +274,7 @@ def experts(report: Report) -> None:
     """
     import triton
 
-    work = Work.make(report.dry)
+    work = Work(report)
     moe_model = policy_module()
     blocks = [layer.mlp for layer in work.policy.model.layers]
     report.figures["triton"] = triton.__version__

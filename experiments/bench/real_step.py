@@ -66,7 +66,6 @@ OWN_SETTINGS = {
 OWN_SETTINGS["moe_lora"] = (*OWN_SETTINGS["moe"], "lora.rank=8")
 RATE_SHAPE = (1024, 576, 3072)  # rows, inputs and outputs: an MLP of the model, tokens of a micro-batch
 LORA_FIGURES = ("update", "sync", "peak_gib")  # that adapters change
-TOKEN_KINDS = ("computed", "predicted", "forward_computed", "forward_predicted")  # of product_flop()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -264,8 +263,7 @@ def train_with_trl(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(NUM_RANKS)
     with tempfile.TemporaryDirectory() as scratch:
-        config = trl_config(args, Path(scratch))
-        figures = timed_training(args.dense, config)
+        figures = timed_training(args.dense, trl_config(args, Path(scratch)))
     figures["versions"] = versions_of("trl")
     args.result.write_text(json.dumps(figures))
 
@@ -308,6 +306,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     figures = []
     for row, *of_ranks in zip(rows, *ranks, strict=True):
         generated = row["tokens_total"]
+        decoded = {"forward_computed": generated, "forward_predicted": generated}
         flop = [product_flop(config, rank["tokens"], products) for rank in of_ranks]
         measuring = of_ranks[0]["measuring"]  # the trainer's clock is rank 0's
         figures.append({
@@ -320,7 +319,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
             "score": row["score"],
             "ranks": of_ranks,
             "flop": sum(flop),
-            "decode_flop": product_flop(config, dict(zip(TOKEN_KINDS, (0, 0, generated, generated)))),
+            "decode_flop": product_flop(config, decoded),
             "busiest_rank": max(flop) * NUM_RANKS / (sum(flop) or 1),
         })  # fmt: skip
     return figures

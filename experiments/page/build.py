@@ -49,13 +49,13 @@ def build_page(header: dict, prompts: list[dict], details: list[list[dict | None
     }
     entries = [{key: value for key, value in p.items() if key != "difficulty_order"} for p in prompts]
     elements = [data_element("index", {"header": header | choices, "prompts": entries})]
-    for number, prompt_details in enumerate(details):
-        if any(prompt_details):
-            elements.append(data_element(f"tokens-{number}", prompt_details))
+    elements += [data_element(f"tokens-{number}", each) for number, each in enumerate(details) if any(each)]
     css = (FOLDER / "page.css").read_text()
     js = (FOLDER / "page.js").read_text()
     policy = f"default-src 'none'; style-src '{digest(css)}'; script-src '{digest(js)}'; base-uri 'none'"
-    fields = {"policy": html.escape(policy), "title": html.escape(plain(header["title"]))}
+    # a title cannot hold lone surrogates and control characters
+    title = "".join(c if c.isprintable() else "\ufffd" for c in header["title"])
+    fields = {"policy": html.escape(policy), "title": html.escape(title)}
     fields |= {"style": css, "script": js, "data": "\n".join(elements)}
     page = re.split(r"\{\{(\w+)\}\}", (FOLDER / "page.html").read_text())  # text, name, text, name ...
     page[1::2] = [fields[name] for name in page[1::2]]
@@ -65,11 +65,6 @@ def build_page(header: dict, prompts: list[dict], details: list[list[dict | None
 def digest(text: str) -> str:
     """Return the hash by which a Content-Security-Policy identifies an element of the page."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def plain(text: str) -> str:
-    """Replace lone surrogates and control characters, which a page's title cannot hold."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def data_element(name: str, value: object) -> str:
@@ -100,12 +95,9 @@ def group_rows(
         prompt = {key: first.get(key) for key in PROMPT_KEYS}
         if first.get("messages"):  # the list shows the question without the chat template
             prompt["question"] = first["messages"][-1]["content"]
-        if prompt["difficulty"] is not None:
-            value = prompt["difficulty"]
-            prompt |= {
-                "difficulty": levels[first["source"], value] if levels else f"{value:g}",
-                "difficulty_order": value,
-            }
+        if (value := prompt["difficulty"]) is not None:
+            label = levels[first["source"], value] if levels else f"{value:g}"
+            prompt |= {"difficulty": label, "difficulty_order": value}
         prompt["completions"] = []
         for place, n in enumerate(numbers, start=1):
             values = {key: rows[n].get(key) for key in COMPLETION_KEYS}
