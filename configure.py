@@ -330,11 +330,12 @@ def loss_warnings(config: Config) -> Iterator[str]:
             "token_mask): take algorithm.ratio_form stop_gradient to exclude them"
         )
     has_own_clip = algo.ratio_level != "token" or algo.clip_mode not in ("fixed", "none")
-    has_own_clip |= algo.clip_cap is not None or algo.clip_eps_low != algo.clip_eps_high
+    has_own_clip |= algo.clip_mode != "none" and algo.clip_eps_low != algo.clip_eps_high
+    has_own_clip |= algo.clip_cap is not None
     if has_built_in_clip and has_own_clip and num_updates == 1 and algo.old_policy == "trainer":
         yield (
-            f"algorithm.ratio_level {algo.ratio_level!r}, algorithm.clip_mode {algo.clip_mode!r}: no clip "
-            "acts at train.minibatches_per_step 1, because every ratio of the only update is 1; GSPO takes 4"
+            "no clip acts at train.minibatches_per_step 1, because every ratio of the only update is 1: set "
+            f"it above 1 (algorithm.ratio_level {algo.ratio_level!r}, clip_mode {algo.clip_mode!r})"
         )
     if algo.rollout_correction == "geometric_mask" and algo.rollout_correction_cap >= 2:
         yield (

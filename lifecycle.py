@@ -748,8 +748,9 @@ def restore_waiting(run: Run, checkpoint: Path) -> None:
 
     Without an exact resume they are dropped, because a fresh optimizer starts a new course.
     """
-    is_same = has_same_prompts(checkpoint, run.prompts, run.stage_offers, run.run_config)
-    if not resumes_exactly(run.run_config, checkpoint) or not is_same:
+    if not resumes_exactly(run.run_config, checkpoint):
+        return
+    if not has_same_prompts(checkpoint, run.prompts, run.stage_offers, run.run_config):
         return
     shard = torch.load(file_of_rank(checkpoint), map_location="cpu", weights_only=True, mmap=True)
     waiting = copy.deepcopy(shard.get("waiting", {}))  # not in the file, which may be deleted

@@ -20,6 +20,7 @@ has a complete example.
 
 import functools
 import inspect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -282,12 +283,12 @@ def check_advantage(config: Config) -> None:
     is_right = torch.tensor([True, False, False, False, True, False, False])
     valid = torch.tensor([True, True, True, True, True, True, False])
     group_index = torch.tensor([0, 0, 1, 1, 2, 3, 3])  # two rewards, a tie, one completion, one verdict
-    kinds = {name: weight for source in config.data.train for weight, name in parts_of(source.kind or "math")}
-    for num_completions in (len(valid), 0):  # a rank may have no completion
+    kinds = dict.fromkeys([source.kind or "math" for source in config.data.train] or ["math"])
+    for kind, num_completions in itertools.product(kinds, (len(valid), 0)):  # a rank may have no completion
         rows = slice(num_completions)
         inputs = AdvantageInputs(
             rewards=torch.where(is_right, right, wrong)[rows],
-            parts=[{k: (w, float(score)) for k, w in kinds.items()} for score in is_right[rows]],
+            parts=[{name: (w, float(score)) for w, name in parts_of(kind)} for score in is_right[rows]],
             valid=valid[rows],
             group_index=group_index[rows],
             lengths=torch.arange(1, 8)[rows],

@@ -643,8 +643,8 @@ def with_place_of_prompt(template: str) -> str:
     """Return the template; ValueError if it lacks the placeholder {prompt}."""
     if "{prompt}" not in template:
         raise ValueError(f"template {template!r} does not contain {{prompt}}, the place of the prompt")
-    if found := re.search(r"{{(prompt)?}}", template):
-        raise ValueError(f"template {template!r}: braces are single here, {found[0]} would stay doubled")
+    if doubled := re.search(r"{{prompt}}|\w{{}}", template):
+        raise ValueError(f"template {template!r}: braces are single here, {doubled[0]} would stay doubled")
     return template
 
 

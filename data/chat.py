@@ -267,9 +267,16 @@ class ChatTemplate:
         except Exception as error:  # a template can raise errors of any type
             why = f"the chat template failed: {type(error).__name__}: {error}"
             raise BadRow(where, NOT_RENDERED, why) from error
-        if messages[0]["role"] == "system" and messages[0]["content"].strip() not in text:
-            raise BadRow(where, NOT_RENDERED, "the chat template drops the system message: put it elsewhere")
         return messages, text
+
+    def check_system(self, messages: list[dict]) -> None:
+        """Raise ValueError if the template drops the system message, the first of a prompt's messages."""
+        other = messages[0] | {"content": f"{messages[0]['content']} 7"}
+        if self.text([other, *messages[1:]]) == self.text(messages):
+            raise ValueError(
+                "data.system_prompt: the chat template drops system messages: write the text into the set's "
+                "template, or take another chat template"
+            )
 
     def check_prefix(self, prefix: str, prompt) -> None:
         """Raise ValueError unless the template keeps a text that begins the assistant's turn.

@@ -99,12 +99,17 @@ def files_of_folder(path: str, folder: str, split: str) -> list[str]:
     if not files:
         raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file, with or without .gz")
     word = re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])", re.IGNORECASE)
-    split_files = [file for file in files if word.search(file)]
+    split_files = [file for file in files if word.match(file)] or [
+        file for file in files if word.search(file)
+    ]
     splits = {SPLITS.intersection(re.findall("[a-z]+", file.lower())) for file in files}
-    if not split_files and (len(splits) > 1 or split != "train" and splits != {frozenset()}):
+    is_mixed = len(splits) > 1 and (
+        not split_files or frozenset() in splits and not word.match(split_files[0])
+    )
+    if is_mixed or not split_files and split != "train" and splits != {frozenset()}:
         raise ValueError(
-            f"{path}: no file is of the split {split!r}, and {files[0]} and {files[-1]} are of others; set "
-            "`split`, or name a file or a pattern"
+            f"{path}: which files are of the split {split!r}, of {files[0]} to {files[-1]}? Set `split`, or "
+            "name a file or a pattern"
         )
     return [os.path.join(folder, file) for file in split_files or files]
 

@@ -169,6 +169,10 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
     chat = next((row.prompt for row in rows if row.prompt.is_chat), None)
     if data.answer_prefix and chat is not None:
         maker.renderer.check_prefix(data.answer_prefix, chat)
+    if asked := next(
+        (p.messages for _, _, p in rows if p.is_chat and p.messages[0]["role"] == "system"), None
+    ):
+        maker.renderer.check_system(asked)
     opening = opened_thought(rows[0].prompt.text.removesuffix(data.answer_prefix)) if rows else ""
     if opening and data.answer_prefix and final_answer(data.answer_prefix, opening) is None:
         remarks = ", data.answer_prefix continues a thought: answers count only after the thought ends"
@@ -197,16 +201,17 @@ def make_rows(tables: list[Table], maker: "PromptMaker", dropped: list[dict]) ->
     source = maker.source
     rows: list[Row] = []
     num_in_range = num_copies = 0
-    row_texts: set[str] = set()
+    digests: set[bytes] = set()  # of rows
     for file, fields in tables:
         for number, row in enumerate(fields, start=1):
             if num_in_range == source.limit and not source.distinct:
                 return rows, 0
             if source.distinct:
-                if (text := repr(row)) in row_texts:
+                digest = hashlib.blake2b(repr(row).encode(errors="surrogatepass"), digest_size=16).digest()
+                if digest in digests:
                     num_copies += 1
                     continue
-                row_texts.add(text)
+                digests.add(digest)
             try:
                 prompt = maker.make(row, f"{file}: row {number}")
             except BadRow as error:
@@ -438,9 +443,6 @@ def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str 
         optional.add("answer")  # custom functions may judge a completion by itself
     resolved = {}
     all_rows = [row for _, rows in tables for row in rows]
-    for name in re.findall(r"(?<!\w){(\w+)}", source.template):
-        if name in all_rows[0] and name not in ("prompt", *KNOWN_COLUMNS["answer"]):
-            raise ValueError(f"{source.path}: template fills in {{prompt}} alone, {{{name}}} would stay")
     for role in COLUMNS:
         named = source.columns.get(role)
         candidates = (named,) if named else () if role in source.columns else KNOWN_COLUMNS[role]

@@ -129,9 +129,10 @@ def unite(sets: list[LoadedSets]) -> LoadedSets:
         united.eval_sets |= loaded.eval_sets
         united.notes += loaded.notes
         united.dropped += loaded.dropped
-    for prompts, _ in united.eval_sets.values():
-        check_disjoint(united.train, prompts)
-        united.notes += containment_warning(united.train, prompts)
+    held_out = [prompt for prompts, _ in united.eval_sets.values() for prompt in prompts]
+    check_disjoint(united.train, held_out)
+    warnings = containment_warning(united.train, held_out)
+    united.notes += [warning for warning in warnings if warning not in united.notes]
     return united
 
 

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -292,6 +293,12 @@ def set_lines(prompt_set: PromptSet, num_prompts: int, num_held_out: int = 0) ->
             lines.append(
                 f"warning: {source.place}: the column {name!r} is not part of the prompt, so the policy does "
                 "not see it; write it into the prompt column"
+            )
+    for name in re.findall(r"(?<!\w){(\w+)}", source.template):
+        if name in first.columns:
+            lines.append(
+                f"warning: {source.place}: template fills in {{prompt}} alone, so {{{name}}} stays as it is; "
+                "write the column into the prompt column"
             )
     return lines
 

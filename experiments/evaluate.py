@@ -138,9 +138,7 @@ def link_or_copy(source: str, target: str) -> None:
     """Hard-link a file, or copy it if the file system lacks links."""
     try:
         os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
+    except OSError:  # copying fails as well if the run has deleted the file
         shutil.copy2(source, target)
 
 
@@ -205,15 +203,20 @@ def mean_figures(figures: list[dict[str, float]], seed: int) -> dict:
     return {"num_prompts": len(table)} | {n: {"mean": m, "low": lo, "high": hi} for n, m, lo, hi in means}
 
 
+def grouped(pairs: Iterable[tuple]) -> dict:
+    """Return {key: list of its values} of (key, value) pairs, by the first occurrence of each key."""
+    groups: dict = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def level_labels(rows: Iterable[dict]) -> dict[tuple[str, float], str]:
     """Return {(set, difficulty): label} in order; of several sets a label begins with the set.
 
     The difficulties of two sets have different units, so that they are never counted together.
     """
-    by_set: dict[str, list[float]] = {}
-    for row in rows:
-        if row["difficulty"] is not None:
-            by_set.setdefault(row["source"], []).append(row["difficulty"])
+    by_set = grouped((row["source"], row["difficulty"]) for row in rows if row["difficulty"] is not None)
     return {
         (name, value): label if len(by_set) == 1 else f"{name} {label}"
         for name, values in by_set.items()
@@ -230,39 +233,27 @@ def range_labels(values: list[float]) -> dict[float, str]:
     if len(distinct) <= MAX_LEVELS:
         return {value: f"{value:g}" for value in distinct}
     edges = [values[len(values) * i // NUM_RANGES] for i in range(1, NUM_RANGES)]
-    ranges: dict[int, list[float]] = {}
-    for value in distinct:
-        ranges.setdefault(sum(value >= edge for edge in edges), []).append(value)
+    ranges = grouped((sum(value >= edge for edge in edges), value) for value in distinct)
     return {value: f"{levels[0]:g} to {levels[-1]:g}" for levels in ranges.values() for value in levels}
 
 
 def all_figures(rows: list[dict], seed: int) -> dict:
     """Return the figures over all prompts, by source, and by difficulty and task if prompts have them."""
-    groups: dict[int, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(row["prompt_index"], []).append(row)
-    labels = level_labels(group[0] for group in groups.values())
-    by_source: dict[str, list[dict]] = {}
-    by_level: dict[str, list[dict]] = {label: [] for label in labels.values()}
-    by_task: dict[str, list[dict]] = {}
-    rows_of_task: dict[str, list[dict]] = {}
-    all_prompts = []
-    for group in groups.values():
-        figures = prompt_figures(group)
-        all_prompts.append(figures)
-        by_source.setdefault(group[0]["source"], []).append(figures)
-        if label := labels.get((group[0]["source"], group[0]["difficulty"])):
-            by_level[label].append(figures)
-        if task := group[0].get("task"):
-            by_task.setdefault(task, []).append(figures)
-            rows_of_task.setdefault(task, []).append(group[0])
+    groups = grouped((row["prompt_index"], row) for row in rows)
+    prompts = [(group[0], prompt_figures(group)) for group in groups.values()]
+    by_source = grouped((first["source"], figures) for first, figures in prompts)
+    by_task = grouped((first["task"], figures) for first, figures in prompts if first.get("task"))
+    rows_of_task = grouped((first["task"], first) for first, _ in prompts if first.get("task"))
+    labels = level_labels(first for first, _ in prompts)
+    levels = [labels.get((first["source"], first["difficulty"])) for first, _ in prompts]
+    by_level = grouped((level, figures) for level, (_, figures) in zip(levels, prompts))
     tasks = {task: mean_figures(by_task[task], seed) for task in sorted(by_task)}
     for task, constant in best_constants(rows_of_task).items():
         tasks[task]["best_constant"] = {"mean": constant}
     return {
-        "all": mean_figures(all_prompts, seed),
-        "source": {source: mean_figures(prompts, seed) for source, prompts in by_source.items()},
-        "difficulty": {level: mean_figures(prompts, seed) for level, prompts in by_level.items()},
+        "all": mean_figures([figures for _, figures in prompts], seed),
+        "source": {source: mean_figures(figures, seed) for source, figures in by_source.items()},
+        "difficulty": {n: mean_figures(by_level[n], seed) for n in dict.fromkeys(labels.values())},
         "task": tasks,
     }
 
@@ -299,8 +290,7 @@ def mismatch_figures(rows: list[dict]) -> dict[str, float]:
         return {}
     trainer = np.concatenate([row["trainer_logprobs"] for row in compared]).astype(float)
     engine = np.concatenate([row["rollout_logprobs"] for row in compared]).astype(float)
-    d = trainer - engine
-    d = d[~np.isnan(engine)]  # inserted tokens of episodes have none
+    d = (trainer - engine)[~np.isnan(engine)]  # inserted tokens of episodes have none
     return {
         "abs_dlogp": float(np.abs(d).mean()),
         "abs_dlogp_p99": float(np.percentile(np.abs(d), 99)),
@@ -383,8 +373,7 @@ def load_tasks(settings, tokenizer) -> tuple[list[Task], list[str]]:
 
 def verifier_rows(tasks: list[Task]) -> list[tuple[str, str, dict, str]]:
     """Return (kind, answer, fields, prefix of the completion) of each task, the arguments of a verifier."""
-    prompts = [task.prompt for task in tasks]
-    return [(prompt.kind, prompt.answer, prompt.fields, prompt.prefix) for prompt in prompts]
+    return [(p.kind, p.answer, p.fields, p.prefix) for p in (task.prompt for task in tasks)]
 
 
 def sample(engine, pool, interaction, tokenizer, tasks: list[Task], args, settings, progress) -> list[dict]:
@@ -435,7 +424,9 @@ def row_of(
     prompt = task.prompt
     if binary:
         verdict = replace(verdict, reward=float(verdict.reward == 1))
-    return turns_of(completion) | {
+    turns = [{"role": t.role, "num_tokens": t.num_tokens, "sampled": t.sampled} for t in completion.turns]
+    episode = {"turns": turns, "num_calls": completion.num_calls} if turns else {}
+    return episode | {
         "prompt_index": task.prompt_index, "source": prompt.source, "kind": prompt.kind,
         "difficulty": prompt.difficulty, "task": prompt.task, "prompt": prompt.text,
         "messages": prompt.messages, "answer": prompt.answer, "sample": number,
@@ -444,12 +435,6 @@ def row_of(
         "prompt_ids": task.prompt_ids, "token_ids": completion.token_ids,
         "rollout_logprobs": of_sampled(completion.logprobs, completion.sampled_mask),
     }  # fmt: skip
-
-
-def turns_of(completion) -> dict:
-    """Return the turns of an episode for the JSONL file; {} for a completion of one turn."""
-    turns = [{"role": t.role, "num_tokens": t.num_tokens, "sampled": t.sampled} for t in completion.turns]
-    return {"turns": turns, "num_calls": completion.num_calls} if turns else {}
 
 
 def of_sampled(values: list[float], sampled: list[bool]) -> list[float | None]:
@@ -475,13 +460,10 @@ def add_trainer_outputs(policy, rows: list[dict], args: argparse.Namespace) -> N
     lengths = [len(row["prompt_ids"]) + row["num_tokens"] for row in rows]
     temperatures = [row["temperature"] or 1.0 for row in rows]
     order = sorted(range(len(rows)), key=lambda i: -lengths[i])
-    batches = [
-        batch
-        for temperature in sorted(set(temperatures))
-        for batch in split_rows(
-            lengths, [i for i in order if temperatures[i] == temperature], args.micro_batch_tokens
-        )
-    ]
+    batches = []
+    for temperature in sorted(set(temperatures)):
+        at_temperature = [i for i in order if temperatures[i] == temperature]
+        batches += split_rows(lengths, at_temperature, args.micro_batch_tokens)
     progress = progress_bar(len(rows), "trainer")
     for batch in batches:
         packed = pack([rows[i]["prompt_ids"] for i in batch], [rows[i]["token_ids"] for i in batch], device)
@@ -505,11 +487,9 @@ def evaluation_header(result: dict) -> dict:
     """Return the header of an evaluation's page: figures, tables and settings."""
     figures = result["figures"]
     settings = result["settings"]
-    names = []
-    for name, value in figures["all"].items():
-        if name != "num_prompts" and not (name.endswith("_frac") and value["mean"] == 0):
-            names.append(name)
-    tiles = [tile_of(name, figures["all"]) for name in names]
+    means = {name: value for name, value in figures["all"].items() if name != "num_prompts"}
+    names = [name for name, value in means.items() if not name.endswith("_frac") or value["mean"] != 0]
+    tiles = [tile_of(name, means) for name in names]
     if result["mismatch"]:
         note = "mean difference of the log-probabilities of trainer and engine, in nats"
         mean = f"{result['mismatch']['abs_dlogp']:.1e}"
@@ -519,8 +499,8 @@ def evaluation_header(result: dict) -> dict:
             "name": f"By {kind}",
             "columns": [kind, "prompts", *map(label_of, names)],
             "rows": [
-                [group, means["num_prompts"], *(tile_of(name, means) for name in names)]
-                for group, means in groups.items()
+                [group, each["num_prompts"], *(tile_of(name, each) for name in names)]
+                for group, each in groups.items()
             ],
         }
         for kind, groups in figures.items()
@@ -612,9 +592,7 @@ def samples_header(names: list[str], rows: list[dict], num_groups: int) -> dict:
     completions, that of the last tenth of a training, and the share with status ok.
     """
     steps = sorted({row["step"] for row in rows if row.get("step") is not None})
-    parts: dict[str, list[dict]] = {}
-    for row in rows:
-        parts.setdefault(row.get("label", ""), []).append(row)
+    parts = grouped((row.get("label", ""), row) for row in rows)
     figure_names = ["mean reward", "at the end", "right"] if steps else ["mean reward", "right"]
     cells: dict[str, list[dict]] = {}
     for label, part in parts.items():
@@ -703,10 +681,8 @@ def refuse_overwriting(args: argparse.Namespace, sources: list[PromptSource]) ->
         local = os.path.expanduser(source.path)
         for file in [] if is_saved_to_disk(local) else find_files(source.path, local, source.split):
             if Path(file).resolve() in outputs:
-                raise ValueError(
-                    f"{file} holds prompts and would be overwritten by the results; choose another --json, "
-                    "--html or --completions"
-                )
+                problem = f"{file} holds prompts and would be overwritten by the results"
+                raise ValueError(f"{problem}; choose another --json, --html or --completions")
 
 
 def read_settings(args: argparse.Namespace, context: int):
@@ -732,8 +708,8 @@ def read_settings(args: argparse.Namespace, context: int):
         data["eval"].append({key: value for key, value in common.items() if value is not None} | source)
     names = ("temperature", "max_new_tokens", "dtype", "kv_cache_gib", "max_num_seqs")
     trainer_needs_gpu = args.trainer_logprobs and torch.cuda.is_available()  # level 2 frees the weights
-    rollout = {name: getattr(args, name) for name in names} | {"sleep_level": 2 if trainer_needs_gpu else 0}
-    rollout["capture_routes"] = "off"
+    rollout = {"sleep_level": 2 if trainer_needs_gpu else 0, "capture_routes": "off"}
+    rollout |= {name: getattr(args, name) for name in names}
     values = {"data": {key: value for key, value in data.items() if value is not None}, "rollout": rollout}
     for override in args.settings:
         values = merge(values, read_override(override))
@@ -852,13 +828,9 @@ def training_warnings(model: Path, settings) -> list[str]:
         templates = [source.get("template") for source in trained["data"]["train"]]
     except (AttributeError, KeyError, TypeError):
         return []  # not a run of this project
-    present = settings.model_dump(mode="json")
-    changes = []
-    for name, value in values.items():
-        section, _, key = name.partition(".")
-        if value != present[section][key]:
-            changes.append(f"{name} was {value!r} and is {present[section][key]!r}")
-    asked = [source["template"] for source in present["data"]["eval"]]
+    present = flat_settings(settings.model_dump(mode="json"))
+    changes = [f"{n} was {old!r} and is {present[n]!r}" for n, old in values.items() if old != present[n]]
+    asked = [source["template"] for source in present["data.eval"]]
     if templates and not {*templates} & {*asked}:
         changes.append(f"the template was {templates[0]!r} and is {asked[0]!r}")
     text = f"warning: in training (config.yaml) {'; '.join(changes)}: set the same, unless you mean it"

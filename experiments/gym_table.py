@@ -27,8 +27,6 @@ from runtime.launch import leave, run
 from verifiers import reasoning_gym
 
 NUM_ROWS = 30  # of a task, on which constants are tried
-NUM_PROMPTS = 8
-NUM_SAMPLES = 4
 
 
 def easiest_part(task: str) -> rows_of_tasks.Part:
@@ -47,7 +45,7 @@ def make_rows(run_dir: Path) -> None:
     constants = {}
     for task in sorted(reasoning_gym.load().factory.DATASETS):
         if reasoning_gym.refusal(task) is None and (part := easiest_part(task)).rows:
-            rows += part.rows[:NUM_PROMPTS]
+            rows += part.rows[:8]  # the prompts; constants are tried on all rows
             constants[task] = rows_of_tasks.best_constant(part.rows)
     write_json(run_dir / "constants.json", constants)
     replace_text(run_dir / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -58,7 +56,7 @@ def complete(run_dir: Path, model: Path, max_prompt_tokens: int) -> None:
     call(
         *torchrun(1), ROOT / "experiments" / "evaluate.py", "--model", model,
         "--data", run_dir / "rows.jsonl", "--chat", "never", "--template", "{prompt}\nAnswer:",
-        "--samples", NUM_SAMPLES, "--temperature", 0.7, "--max-new-tokens", 14, "--dtype", "float32",
+        "--samples", 4, "--temperature", 0.7, "--max-new-tokens", 14, "--dtype", "float32",
         "--kv-cache-gib", 0.5, "--max-num-seqs", 16, "--no-trainer-logprobs",
         "--completions", run_dir / "completions.jsonl", 'rollout.stop=["\\n"]',
         f"rollout.max_prompt_tokens={max_prompt_tokens}", "data.on_bad_row=drop",
@@ -92,11 +90,10 @@ def record_of(run_dir: Path) -> dict:
 def table_lines(record: dict[str, dict]) -> list[str]:
     """Return the table of the tasks with several right samples; the last row is the mean of the others."""
     solved = {task: row for task, row in record.items() if row["pass_at_1"] > 0.04}  # a sample is 0.03
-    rows = [
-        [f"`{task}`", *(f"{row[name]:.2f}" for name in ("pass_at_1", "constant_frac")),
-         f"{row['without_variance_frac']:.2f}", f"{row['tokens']:.1f}"]
-        for task, row in sorted(solved.items(), key=lambda item: -item[1]["pass_at_1"])
-    ]  # fmt: skip
+    rows = []
+    for task, row in sorted(solved.items(), key=lambda item: -item[1]["pass_at_1"]):
+        shares = [f"{row[name]:.2f}" for name in ("pass_at_1", "constant_frac", "without_variance_frac")]
+        rows.append([f"`{task}`", *shares, f"{row['tokens']:.1f}"])
     rest = [row for task, row in record.items() if task not in solved and task not in reasoning_gym.UNUSABLE]
     if rest:
         names = ("pass_at_1", "without_variance_frac", "tokens")

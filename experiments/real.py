@@ -125,13 +125,16 @@ def make_moe() -> None:
     partial.rename(MOE)
 
 
-def has_prompts(job: str) -> bool:
-    """Tell whether the rows of a job are made, by today's commands and options."""
+def has_prompts(job: str, is_started: bool = False) -> bool:
+    """Tell whether the rows of a job are made, by today's commands and options; a started run keeps them."""
     rows = ("train.jsonl", "test.jsonl")
     commands = {PROMPTS / name: "instructions.py" for name in rows}
     if job == "tasks":
         commands |= {TASKS / name: "reasoning_gym.py" for name in (*rows, "options.json")}
-    is_new = all(is_newer(file, ROOT / "data" / command) for file, command in commands.items())
+    is_new = all(
+        file.is_file() and (is_started or is_newer(file, ROOT / "data" / command))
+        for file, command in commands.items()
+    )
     return is_new and (job != "tasks" or json.loads((TASKS / "options.json").read_text()) == TASK_OPTIONS)
 
 
@@ -414,7 +417,8 @@ def main(args: argparse.Namespace) -> None:
     phases = Phases(run_dir)
     phases.run("convert", (DENSE / "config.json").is_file(), lambda: make_dense(args.wheel))
     phases.run("upcycle", MOE.exists(), make_moe)
-    phases.run("prompts", has_prompts(args.job), lambda: make_prompts(args.job))
+    is_started = any((run_dir / name).exists() for name in ("checkpoints", "summary.json"))
+    phases.run("prompts", has_prompts(args.job, is_started), lambda: make_prompts(args.job))
     train = [ROOT / "train_rl.py", "--config", ROOT / CONFIG.format(args.job), *args.settings]
     phases.run("train", False, lambda: call(*torchrun(NUM_RANKS), "--shutdown-timeout=600", *train))
     for when, model in (("before", MOE), ("after", run_dir / "model")):

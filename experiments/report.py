@@ -149,9 +149,8 @@ def is_recorded_evaluation(name: str, metric: str) -> bool:
 
 def is_recorded(name: str, metric: str) -> bool:
     """Tell whether a record keeps a training metric: STEP_KEYS, RECORDED and --metric."""
-    if name in (*POSITION, *STEP_KEYS) or TRAINING + name == metric:
-        return True
-    return any(fnmatch.fnmatch(name, pattern) for pattern in RECORDED)
+    patterns = (*POSITION, *STEP_KEYS, *RECORDED)
+    return TRAINING + name == metric or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def is_finite(value: object) -> bool:
@@ -207,18 +206,13 @@ def check_curves(record: dict, place: str, is_small: bool) -> None:
 
 def check_order(kind: str, columns: dict[str, list], place: str) -> None:
     """Raise ValueError if steps or generated tokens decrease, or if a training step is missing."""
-    last_step = 0 if kind == "steps" else -1
-    last_tokens = 0
-    steps = columns["step"]
-    for step, tokens in zip(steps, columns.get("generated_tokens", [0] * len(steps))):
+    tokens_of_steps = columns.get("generated_tokens", [0] * len(columns["step"]))
+    points = [(0 if kind == "steps" else -1, 0), *zip(columns["step"], tokens_of_steps)]
+    for (last_step, last_tokens), (step, tokens) in itertools.pairwise(points):
         skips = kind == "steps" and step != last_step + 1
         if skips or step <= last_step or tokens < last_tokens:
-            raise ValueError(
-                f"{place}: {kind}: step {step} at {tokens} generated_tokens cannot follow step "
-                f"{last_step} at {last_tokens}"
-            )
-        last_step = step
-        last_tokens = tokens
+            where = f"{place}: {kind}: step {step} at {tokens} generated_tokens"
+            raise ValueError(f"{where} cannot follow step {last_step} at {last_tokens}")
 
 
 def evaluation_curve(record: dict, metric: str) -> np.ndarray:
@@ -380,17 +374,13 @@ def read_rows(paths: list[Path], names: list[str] | None, metric: str) -> dict[s
     for run in sorted(runs, key=lambda run: (run.record["row"], run.record["seed"])):
         row = rows.setdefault(run.record["row"], [])
         if row and row[-1].record["seed"] == run.record["seed"]:
-            raise ValueError(
-                f"row {run.record['row']}, seed {run.record['seed']} occurs twice: in {row[-1].place} and in "
-                f"{run.place}"
-            )
+            where = f"in {row[-1].place} and in {run.place}"
+            raise ValueError(f"row {run.record['row']}, seed {run.record['seed']} occurs twice: {where}")
         row.append(run)
     missing = [name for name in names or () if name not in rows]
     if missing or not rows:
-        raise ValueError(
-            f"{', '.join(map(str, paths))}: no finished run of {', '.join(missing) or 'any row'}; rows "
-            f"found: {', '.join(sorted(row_names))}"
-        )
+        where = f"{', '.join(map(str, paths))}: no finished run of {', '.join(missing) or 'any row'}"
+        raise ValueError(f"{where}; rows found: {', '.join(sorted(row_names))}")
     check_sets(runs, metric)
     return {name: rows[name] for name in names or rows}
 
@@ -520,18 +510,17 @@ def paired_figures(
         common = [run for run in runs if run.record["seed"] in parent]
         effects = [effect_of(run, parent[run.record["seed"]], terms) for run in common]
         differences[name] = block_means(common, np.array(effects), block)
-    p_values = {name: paired_p(values) for name, values in differences.items()}
-    corrected = dict(zip(p_values, holm(list(p_values.values()))))
+    p_values = [paired_p(values) for values in differences.values()]
     return {
         name: {
             "pairs": len(values),
             "paired": float(values.mean()) if len(values) else None,
             "paired_interval": t_interval(values),
-            "paired_p": p_values[name],
-            "paired_p_holm": corrected[name],
+            "paired_p": p,
+            "paired_p_holm": corrected,
             "detectable": detectable_difference(values),
         }
-        for name, values in differences.items()
+        for (name, values), p, corrected in zip(differences.items(), p_values, holm(p_values))
     }
 
 
@@ -568,11 +557,7 @@ def make_table(
     runs_with: number of runs that have the metric of such a column.
     """
     paired = paired_figures(rows, parents, block)
-    effects = {
-        column: paired_figures(rows, parents, block, column)
-        for column in columns
-        if column.startswith(("saving:", "equal:"))
-    }
+    effects = {c: paired_figures(rows, parents, block, c) for c in columns if c.partition(":")[0] in EFFECTS}
     statistics = [column for column in columns if ":" in column and column not in effects]
     table = []
     for name, runs in rows.items():
@@ -691,33 +676,25 @@ def check_columns(columns: tuple[str, ...], rows: dict[str, list[Run]]) -> None:
         )
 
 
-def header_of(column: str, metric: str) -> str:
-    """Return the header of a column."""
-    kind, colon, name = column.partition(":")
-    if not colon:
-        return COLUMNS[column][0].format(metric=metric)
-    return KINDS[kind].format(name=name)
-
-
 def markdown(table: list[dict], args: argparse.Namespace) -> list[str]:
     """Return the lines of the table in Markdown."""
     lines = [
         [show_statistic(row, c) if ":" in c else COLUMNS[c][1](row) for c in args.columns] for row in table
     ]
-    return common.markdown([header_of(column, args.metric) for column in args.columns], lines)
+    headers = KINDS | {name: header for name, (header, _) in COLUMNS.items()}
+    parts = [column.partition(":") for column in args.columns]
+    return common.markdown([headers[kind].format(metric=args.metric, name=n) for kind, _, n in parts], lines)
 
 
 def note_of(rows: dict[str, list[Run]], parents: dict[str, str], shown: Shown) -> list[str]:
     """Return the note below a table, with an empty line above; [] if there is nothing to say."""
     records = {}
+    studies = {}
     for name, runs in rows.items():
         folders = [run.folder for run in runs]
         versions = [versions_of(f) if f and (f / "versions.json").is_file() else {} for f in folders]
         records[name] = [{"versions": of_run} | run.record for run, of_run in zip(runs, versions)]
-    studies = {
-        name: {Path(run.place.rpartition(", line ")[0]).parent for run in runs if run.folder is None}
-        for name, runs in rows.items()
-    }
+        studies[name] = {Path(run.place.rpartition(", line ")[0]).parent for run in runs if not run.folder}
     note = notes_of(records, parents, studies, shown)
     return ["", NOTE + note] if note else []
 
@@ -737,17 +714,10 @@ def provenance(folder: Path) -> dict:
         settings = flat_settings(Config.model_validate(config).model_dump(mode="json", exclude_defaults=True))
     except ValueError:  # another version made the run
         defaults = flat_settings(Config().model_dump(mode="json"))
-        settings = {
-            name: value
-            for name, value in flat_settings(config).items()
-            if name not in defaults or value != defaults[name]
-        }
-    omitted = ("run.dir", "train.seed")
-    return {
-        "commit": versions.pop("commit", None),
-        "versions": versions,
-        "settings": {name: value for name, value in settings.items() if name not in omitted},
-    }
+        flat = flat_settings(config)
+        settings = {n: value for n, value in flat.items() if n not in defaults or value != defaults[n]}
+    settings = {name: value for name, value in settings.items() if name not in ("run.dir", "train.seed")}
+    return {"commit": versions.pop("commit", None), "versions": versions, "settings": settings}
 
 
 def shorten(columns: dict[str, list]) -> dict[str, list]:
@@ -908,9 +878,7 @@ def check_documents(root: Path, fix: bool) -> int:
     studies = {file.parent for file in root.glob("experiments/studies/*/*.json*")}
     folders = sorted(studies | {(root / name).parent for name in documents})
     problems = [
-        f"{folder}/declared.json: {text}"
-        for folder in folders
-        for text in (*check_study(folder), *check_records(folder))
+        f"{f}/declared.json: {text}" for f in folders for text in (*check_study(f), *check_records(f))
     ]
     problems += all_problems(root / "experiments" / "starts")
     for name in documents:

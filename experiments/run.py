@@ -68,7 +68,6 @@ STUDIES = ROOT / "experiments" / "studies"
 GRACE_S = 60.0  # between SIGTERM to torchrun, which ends the ranks, and SIGKILL to surviving processes
 PREPARE = ROOT / "experiments" / "prepare.sh"
 ANY_METRIC = "train/zero_variance_frac"  # a metric of every record, because reading a run requires one
-SAME_START = "This run and the recorded run begin with the weights in"
 OTHER_START = (
     "The initial weights of the recorded runs are not available: this run starts from weights built on this "
     "machine, which may differ. Results differ by rounding between processors, so expect similar figures."
@@ -101,10 +100,8 @@ def plan(args: argparse.Namespace) -> list[Run]:
     for name, values in (("--rows", [path.stem for path in args.rows]), ("--seeds", args.seeds)):
         duplicates = [str(value) for value, count in Counter(values).items() if count > 1]
         if duplicates:
-            raise ValueError(
-                f"{name}: {', '.join(duplicates)} occurs twice; name each once, because row and seed name "
-                "the run folders"
-            )
+            problem = f"{name}: {', '.join(duplicates)} occurs twice"
+            raise ValueError(f"{problem}; name each once, because row and seed name the run folders")
     runs = []
     script = from_root(args.script)
     for seed in args.seeds:
@@ -463,10 +460,8 @@ def recorded_settings(args: argparse.Namespace, recorded: dict) -> list[str]:
     overrides = [] if stages == nested_stages(present) else [f"stages={json.dumps(stages)}"]
     overrides.append(f"model.ep_size={past.get('model.ep_size', defaults['model.ep_size'])}")
     names = [n for n in past | present if past.get(n) != present.get(n) and not n.startswith("stages[")]
-    for name in names:
-        if name not in ("run.dir", "train.seed", "model.ep_size"):
-            overrides.append(f"{name}={json.dumps(past.get(name, defaults.get(name)))}")
-    return overrides
+    names = [name for name in names if name not in ("run.dir", "train.seed", "model.ep_size")]
+    return overrides + [f"{name}={json.dumps(past.get(name, defaults.get(name)))}" for name in names]
 
 
 def figures_of(record: dict) -> dict[str, str]:
@@ -496,9 +491,9 @@ def comparison(run: Run, recorded: dict) -> list[str]:
     new_figures = figures_of(report.read_run(ROOT / run.folder, ANY_METRIC).record)
     old_figures = figures_of(recorded)
     rows = [[name, value, old_figures.get(name, "-")] for name, value in new_figures.items()]
-    commit = str(recorded.get("commit"))[:8]
     start = committed_start(recorded)
-    note = f"{SAME_START} {start}." if start else OTHER_START
+    note = f"This run and the recorded run begin with the weights in {start}." if start else OTHER_START
+    commit = str(recorded.get("commit"))[:8]
     heads = [f"{run.row}, seed {run.seed}", "this run", f"recorded (commit {commit})"]
     return [*markdown(heads, rows), "", note]
 

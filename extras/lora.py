@@ -17,6 +17,7 @@ ranks of their experts.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -414,6 +415,10 @@ def digest_of_base(folder: Path) -> str:
 # The calls of a run
 # ------------------------------------------------------------------------------------------------------------
 SMALLEST_SURVIVAL = 0.5  # share of the update that merging leaves; below it a warning [ours]
+# Files beside the weights that decide what a policy samples.
+DECIDING_FILES = re.compile(
+    r"(generation_)?config\.json|(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template|additional)"
+)
 NUM_COPIES = 6  # float32 tensors of a chunk that Merged.to() holds
 
 
@@ -464,12 +469,17 @@ class LoraExtra(Extra):
         """Refuse a resume with other weights under the adapters, or another config or tokenizer."""
         recorded = launch.state.extras.setdefault("lora", {})
         folder = moe_model.model_folder(launch.config.model.path)
-        texts = {n: of for n, of in digests_of_input("file", folder).items() if ".safetensors" not in n}
-        digests = {"weights": digest_of_base(folder), "files": texts}
-        if changed := [name for name, value in digests.items() if recorded.get(name, value) != value]:
+        digests = {"weights": digest_of_base(folder)}
+        of_files = {name.strip(): digest for name, digest in digests_of_input("", folder).items()}
+        digests |= {name: digest for name, digest in of_files.items() if DECIDING_FILES.match(name)}
+        known = recorded or digests
+        if "config.json" not in known:  # of an earlier version, which recorded the weights alone
+            known = digests | known
+        changed = sorted({name for name, _ in digests.items() ^ known.items()})
+        if changed:
             raise ValueError(
-                f"model.path: the adapters of the checkpoint belong to other {' and '.join(changed)} than "
-                f"those in {launch.config.model.path}: restore them, or choose another run.dir"
+                f"model.path: the adapters of the checkpoint belong to other {', '.join(changed)} than in "
+                f"{launch.config.model.path}: restore what has changed, or choose another run.dir"
             )
         recorded |= digests
 

@@ -25,8 +25,6 @@ from runtime.user_files import user_file_digests, user_module_digests
 
 # A module whose path contains one of these belongs to Python or a library, not to the project.
 INSTALLED = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
-# Mount points may differ between nodes; check_run_dir_is_shared() compares the folder itself.
-OF_A_NODE = ("run.dir",)
 
 
 def wait_for_ranks(warn_s: float, timeout_s: float) -> None:
@@ -131,8 +129,7 @@ def refuse_difference(record: dict, difference: Callable[[dict, dict], str], rem
     dist.broadcast_object_list(record_of_rank_0)
     problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, (platform.node(), difference(record_of_rank_0[0], record)))
-    differing = [(rank, host, text) for rank, (host, text) in enumerate(problems) if text]
-    if differing:
+    if differing := [(rank, host, text) for rank, (host, text) in enumerate(problems) if text]:
         rank, host, text = differing[0]
         ranks = ", ".join(str(rank) for rank, _, _ in differing[:8]) + (", ..." if len(differing) > 8 else "")
         raise ValueError(
@@ -143,12 +140,9 @@ def refuse_difference(record: dict, difference: Callable[[dict, dict], str], rem
 
 def difference_from(first: dict, record: dict) -> str:
     """Describe how a rank's record differs from the record of rank 0; "" if both are equal."""
-    changed = [
-        text
-        for text in differences(first["settings"], record["settings"])
-        if text.split(" ", 1)[0] not in OF_A_NODE
-    ]
-    if changed:
+    changes = differences(first["settings"], record["settings"])
+    # Mount points may differ between nodes; check_run_dir_is_shared() compares the folder itself.
+    if changed := [change for change in changes if change.split(" ", 1)[0] != "run.dir"]:
         return f"settings ({'; '.join(changed[:4])})"
     for name in ("code", "versions"):
         expected = first[name]

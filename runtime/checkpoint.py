@@ -203,8 +203,7 @@ def check_run_dir_is_shared(run_dir: Path, patience_s: float = 10.0) -> None:
     reports = from_all_ranks((host, file.is_file()))
     if dist.get_rank() == 0:
         file.unlink()
-    blind = [f"rank {rank} on {name}" for rank, (name, sees) in enumerate(reports) if not sees]
-    if blind:
+    if blind := [f"rank {rank} on {name}" for rank, (name, sees) in enumerate(reports) if not sees]:
         raise ValueError(
             f"run.dir: {run_dir.resolve()} is not the same folder on all nodes: {', '.join(blind[:4])} "
             f"cannot see the files that rank 0 on {reports[0][0]} writes. Choose a folder on a shared file "
@@ -382,8 +381,7 @@ def check_free_disk(run_dir: Path, checkpoint_bytes: int, num_checkpoints: int) 
     num_checkpoints: checkpoints that the run holds at a time, including checkpoints of earlier launches.
     """
     num_missing = max(1, num_checkpoints - len(list_checkpoints(run_dir / "checkpoints")))
-    needed = num_missing * checkpoint_bytes
-    free, needed = from_rank_0((shutil.disk_usage(run_dir).free, needed))
+    free, needed = from_rank_0((shutil.disk_usage(run_dir).free, num_missing * checkpoint_bytes))
     if free < needed:
         raise ValueError(
             f"run.dir: the disk of {run_dir} has {free / GIB:.3g} GiB free, but checkpoints need another "
@@ -456,11 +454,9 @@ class HashingFile:
 def topology(config) -> dict:
     """Return the settings on which the optimizer shards of a checkpoint depend."""
     return {
-        "world_size": dist.get_world_size(),
-        "ep_size": config.model.ep_size,
-        "zero_stage": config.train.zero_stage,
-        "dtype": config.model.dtype,
-    }
+        "world_size": dist.get_world_size(), "ep_size": config.model.ep_size,
+        "zero_stage": config.train.zero_stage, "dtype": config.model.dtype,
+    }  # fmt: skip
 
 
 def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str] | None]) -> None:
@@ -490,8 +486,7 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str]
     def write_record() -> None:
         if rank == 0:
             record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": state}
-            record["plugins"] = user_file_digests(config)
-            record["files"] = digests
+            record |= {"plugins": user_file_digests(config), "files": digests}
             record["sha256"] = digest_of_record(record)
             (partial / "state.json").write_text(json.dumps(record, indent=1))
         os.sync()  # the files have to be on the disk before the folder gets its final name
@@ -537,9 +532,8 @@ def problems_of(action: Callable[[], None]) -> list[str]:
     try:
         action()
     except Exception as error:  # torch and safetensors wrap the OSError of a full disk in other types
-        name = (
-            "" if isinstance(error, (OSError, RuntimeError, SafetensorError)) else f"{type(error).__name__} "
-        )
+        is_plain = isinstance(error, (OSError, RuntimeError, SafetensorError))
+        name = "" if is_plain else f"{type(error).__name__} "
         problem = f"rank {dist.get_rank()}: {name}{' '.join(str(error).split())[:300]}"
     return [problem for problem in from_all_ranks(problem) if problem]
 

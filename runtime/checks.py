@@ -126,8 +126,8 @@ def check_parity(old_logprobs: Tensor, batch: RolloutBatch, config: Config, step
         raise RuntimeError(
             f"step {step}: trainer and engine disagree on the sampled tokens: |dlogp| mean {mean:.2g}, p99 "
             f"{p99:.2g} nats (rollout.parity_mean {rollout.parity_mean}, rollout.parity_p99 "
-            f"{rollout.parity_p99} for float32). If so with algorithm.router_replay=r3, rollout.fp8=off and "
-            "rollout.dtype=float32, the engine holds other weights: the weight sync is faulty"
+            f"{rollout.parity_p99} for float32). If so with both dtypes float32 and no fp8, the weight sync "
+            'is faulty; else see "trainer and engine disagree" in docs/troubleshooting.md'
         )
 
 

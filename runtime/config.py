@@ -98,7 +98,7 @@ Switch = Annotated[Choice, BeforeValidator(switch_name)]  # for settings with th
 # Read settings
 # ------------------------------------------------------------------------------------------------------------
 TEXTS = ("system_prompt", "template", "answer_prefix", "judge_template", "stop")  # settings that may hold a #
-WORD_AFTER_HASH = re.compile(r"[ \t]+#[^\s\0]")
+TEXT_AS_COMMENT = re.compile(r"[ \t]+#[^\s\0]|\s*\n( *)##")
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -122,10 +122,21 @@ class StrictLoader(yaml.SafeLoader):
         for key_node, value in node.value:
             texts = value.value if isinstance(value, yaml.SequenceNode) else [value]
             for text in texts if key_node.value in TEXTS else ():
-                end = text.end_mark
-                if getattr(text, "style", "") is None and WORD_AFTER_HASH.match(end.buffer, end.pointer):
-                    raise ValueError(f"line {end.line + 1}: {key_node.value} ends at #: put it in quotes")
+                if is_cut(text, key_node.start_mark.column):
+                    line = text.end_mark.line + 1
+                    raise ValueError(
+                        f"line {line}: {key_node.value} ends at #: quote it, or write # and a space"
+                    )
         return mapping
+
+
+def is_cut(text: yaml.Node, column: int) -> bool:
+    """Tell whether YAML takes the rest of a text for a comment: "write it after ####". column: of its key."""
+    if getattr(text, "style", "") is not None:  # quoted, a block, a list or a mapping
+        return False
+    match = TEXT_AS_COMMENT.match(text.end_mark.buffer, text.end_mark.pointer)
+    is_text = text.tag == "tag:yaml.org,2002:str" or match and not text.value and "##" in match[0]
+    return bool(match and is_text and (match[1] is None or len(match[1]) > column))
 
 
 MAX_VALUES = 100_000  # aliases of aliases can expand a YAML of a few hundred bytes to billions of values
@@ -254,8 +265,11 @@ def read_override(text: str) -> dict:
     if not equals:
         raise ValueError(f"{text!r}: expected section.key=value")
     values = parse_yaml(value, name)
-    is_cut = values != value if isinstance(values, str) else values is None and value.strip().startswith("#")
-    if is_cut and value.strip()[0] not in "\"'|>":
+    is_other = (
+        values != value if isinstance(values, str) else values is None and value.strip().startswith("#")
+    )
+    is_text = name.rpartition(".")[2] in TEXTS or "#" in value
+    if is_other and is_text and value.strip()[0] not in "\"'|>":
         raise ValueError(f"{name}: YAML reads {value!r} as {values!r}: put the text in quotes of its own")
     for key in reversed(name.split(".")):
         values = {key: values}

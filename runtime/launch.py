@@ -41,11 +41,10 @@ def die_with_torchrun() -> None:
 
 def first_process_may_be_torchrun() -> bool:
     """Look at the command of the system's first process; True also if it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         command = (FIRST_PROCESS / "cmdline").read_bytes()
-    except OSError:
-        return True
-    return b"torch" in command or b"python" in command
+        return b"torch" in command or b"python" in command
+    return True
 
 
 COPY_S = 1.0  # one request to stop may arrive twice within this time
@@ -210,11 +209,9 @@ def no_silent_end() -> Iterator[None]:
 
 @no_silent_end()
 def run(
-    main: Callable[[Options], None],
-    read: Callable[[list[str]], Options],
-    argv: list[str],
+    main: Callable[[Options], None], read: Callable[[list[str]], Options], argv: list[str],
     folder_of: Callable[[Options], Path | None] = lambda options: None,
-) -> int:
+) -> int:  # fmt: skip
     """Call main(read(argv)), print any error as one line, and return the exit code.
 
     read: parses the command line into the options of main. folder_of: returns the folder for the stack trace
@@ -327,5 +324,4 @@ def join_ranks() -> None:
     check_machine()
     if os.environ["RANK"] == "0" and (warning := open_store()):
         print(f"warning: {warning}", file=sys.stderr)
-    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    connect(backends, timedelta(days=1))
+    connect("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timedelta(days=1))

@@ -8,8 +8,6 @@ from transformers import get_scheduler
 
 from settings import TrainSettings
 
-INVERSE_SQRT_TIMESCALE = 10_000  # transformers' default without a warm-up
-
 
 @functools.cache
 def lr_function(
@@ -39,7 +37,7 @@ def learning_rate(train: TrainSettings, step: int) -> float:
     options = train.lr_schedule_args
     if train.lr_schedule == "inverse_sqrt" and train.warmup_steps == 0:
         # The shift would count as a warm-up of one step, from which transformers derives the timescale.
-        options = {"timescale": INVERSE_SQRT_TIMESCALE} | options
+        options = {"timescale": 10_000} | options  # transformers' default without a warm-up
     factor = lr_function(
         train.lr_schedule, train.learning_rate, train.warmup_steps + 1, train.num_steps + 1,
         tuple(sorted(options.items())),

@@ -8,6 +8,7 @@ driver, and returns a line with cause and remedy, or None if all is well. The se
 and check_machine() raises the lines.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -24,7 +25,6 @@ import psutil
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 FIRST_DRIVER = {12: 525, 13: 580}  # {CUDA version: first driver of NVIDIA for Linux}, CUDA's release notes
-SYSTEM_TOOLKIT = Path("/usr/local/cuda")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -152,12 +152,7 @@ def find_toolkit(environment: Mapping[str, str], installed: Sequence[Path]) -> P
     """
     chosen = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=environment.get("PATH", ""))
-    if chosen:
-        candidates = [Path(chosen)]
-    elif nvcc:
-        candidates = [Path(nvcc).parents[1]]
-    else:
-        candidates = [*installed]
+    candidates = [Path(chosen)] if chosen else [Path(nvcc).parents[1]] if nvcc else installed
     return next((folder for folder in candidates if (folder / "bin" / "nvcc").is_file()), None)
 
 
@@ -169,7 +164,7 @@ def installed_toolkits(cuda: str) -> list[Path]:
     """
     packages = importlib.util.find_spec("nvidia")
     folders = (packages.submodule_search_locations if packages else None) or []
-    return [*(Path(folder) / f"cu{cuda.split('.')[0]}" for folder in folders), SYSTEM_TOOLKIT]
+    return [*(Path(folder) / f"cu{cuda.split('.')[0]}" for folder in folders), Path("/usr/local/cuda")]
 
 
 def fp8_toolkit() -> Path | None:
@@ -216,21 +211,19 @@ def check_gpus() -> None:
 
 def check_address() -> None:
     """Raise ValueError if ranks on other nodes could not connect to this node."""
-    try:
+    address = None
+    with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = None
     if line := unreachable_address(address, os.environ):
         raise ValueError(line)
 
 
 def listening_addresses() -> list[tuple[str, int]]:
     """List the addresses and ports on which processes of this machine listen for TCP connections."""
-    try:
+    with contextlib.suppress(OSError, psutil.Error):  # some systems do not show them
         connections = psutil.net_connections("tcp")
-    except (OSError, psutil.Error):  # a system that does not show them
-        return []
-    return [tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN]
+        return [tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN]
+    return []
 
 
 def is_loopback(address: str) -> bool:
@@ -249,8 +242,7 @@ def open_store() -> str | None:
         if os.environ.get(name, value) != value:
             return f"{name}={os.environ[name]} opens sockets without a password: unset it (docs/trust.md)"
     port = int(os.environ.get("MASTER_PORT", 0))
-    is_open = any(number == port and not is_loopback(address) for address, number in listening_addresses())
-    if not is_open:
+    if all(is_loopback(address) for address, number in listening_addresses() if number == port):
         return None
     return (
         f"torchrun's store listens on all interfaces (port {port}) without a password; "
@@ -260,10 +252,9 @@ def open_store() -> str | None:
 
 def has_library(name: str) -> bool:
     """Tell whether the system has a shared library."""
-    try:
+    with contextlib.suppress(OSError):
         return bool(ctypes.CDLL(name))
-    except OSError:
-        return False
+    return False
 
 
 def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> None:
@@ -280,8 +271,7 @@ def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> Non
         problems.append("vLLM needs libnuma: apt-get install libnuma1, or dnf install numactl-libs")
     if torch.version.cuda is not None and torch.cuda.is_available():
         device = device_of_rank()
-        architectures = torch.cuda.get_arch_list()
-        gpu_problem = unsupported_gpu(device.name, device.capability, architectures, bfloat16)
+        gpu_problem = unsupported_gpu(device.name, device.capability, torch.cuda.get_arch_list(), bfloat16)
         problems = [missing_compiler(find_compiler(os.environ), find_headers()), gpu_problem, fp8_refusal]
     elif torch.version.cuda is not None:  # otherwise a build of torch for CPUs
         is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""

@@ -242,9 +242,6 @@ def node_memory(memory_gib: float | None) -> NodeMemory:
     return min(from_all_ranks(local), key=lambda node: node.bytes_per_rank)
 
 
-PLENTY = 0.25  # share of the node's memory above which freed pages stay with the process [ours]
-
-
 def return_freed_memory() -> None:
     """Give pages of freed tensors back to the system if memory is short, on Linux with glibc.
 
@@ -253,10 +250,9 @@ def return_freed_memory() -> None:
     17.5 GiB (the two runs differ in temperature too). But the next update pays for every page again: 0.4 s of
     the 4.1 s of processor time of a forward and backward pass of SmolLM2-135M (8 completions of 90 tokens).
     """
-    if free_memory()[0] > PLENTY * psutil.virtual_memory().total:
+    if free_memory()[0] > psutil.virtual_memory().total / 4:  # [ours] then freed pages stay with the process
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim:
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 

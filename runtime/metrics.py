@@ -187,21 +187,17 @@ def batch_metrics(
     group_size = config.rollout.group_size
     is_probe = torch.tensor([len(g.completions) < group_size for g in groups], dtype=torch.bool)  # [groups]
     of_probe = is_probe[batch.group_index]  # [B]
-    ages = {}
+    metrics = {**batch.hook_metrics}
     if config.rollout.lag and batch.policy_versions is not None:
         versions = batch.policy_versions[batch.response_mask]
-        ages["token_age_mean"] = ((step - versions).sum().item(), len(versions))
-    return (
-        batch.hook_metrics
-        | ages
-        | {
-            "reward": (batch.rewards[batch.valid].sum().item(), batch.valid.sum().item()),
-            "inversion_frac": (inverted.sum().item(), is_judged.sum().item()),
-            "gradient_tokens_total": (with_gradient.sum().item(), 1),
-            "account/wasted_stopped_tokens_total": (without_gradient[of_probe].sum().item(), 1),
-            "account/wasted_kept_tokens_total": (without_gradient[~of_probe].sum().item(), 1),
-        }
-    )
+        metrics["token_age_mean"] = ((step - versions).sum().item(), len(versions))
+    return metrics | {
+        "reward": (batch.rewards[batch.valid].sum().item(), batch.valid.sum().item()),
+        "inversion_frac": (inverted.sum().item(), is_judged.sum().item()),
+        "gradient_tokens_total": (with_gradient.sum().item(), 1),
+        "account/wasted_stopped_tokens_total": (without_gradient[of_probe].sum().item(), 1),
+        "account/wasted_kept_tokens_total": (without_gradient[~of_probe].sum().item(), 1),
+    }
 
 
 def prompt_account(
@@ -292,8 +288,7 @@ def clipped_by_update(
 class UpdateWork:
     """The work of a step's updates on this rank so far."""
 
-    # (row numbers, per-token statistics) of each micro-batch
-    statistics: list[tuple[list[int], dict]] = field(default_factory=list)
+    statistics: list[tuple[list[int], dict]] = field(default_factory=list)  # as in token_metrics()
     updates: list[int] = field(default_factory=list)  # finished updates before each micro-batch
     suspects: list[int] = field(default_factory=list)  # rows of this update whose loss is not finite
     grad_norms: list[float] = field(default_factory=list)
@@ -358,11 +353,8 @@ def old_pass_metrics(
 
     entropy_groups [B, T]: the entropy group of each token.
     """
-    statistics = {
-        "entropy": batch.entropy,
-        "entropy_group": entropy_groups,
-        **mismatch_statistics(batch.old_logprobs, batch.rollout_logprobs),
-    }
+    statistics = {"entropy": batch.entropy, "entropy_group": entropy_groups}
+    statistics |= mismatch_statistics(batch.old_logprobs, batch.rollout_logprobs)
     if batch.route_mismatch is not None:
         statistics["mismatch_routes"] = batch.route_mismatch
     all_rows = list(range(len(batch.prompts)))

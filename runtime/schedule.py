@@ -76,9 +76,6 @@ def verdict_tokens(
     return 2 * seconds / seconds_per_step, seconds * tokens_per_second / at_once
 
 
-AHEAD = (0, 0.0)  # place of a scout, which starts first to measure its group's length
-
-
 class WaitingLine:
     """Priority queue of the requests that an engine has not started yet; ties keep the order of arrival.
 
@@ -106,15 +103,14 @@ class WaitingLine:
         of_engine = [r.expected_tokens for r in requests if r.work_tokens <= r.expected_tokens]
         has_feeders = len(of_engine) < len(requests)
         self.long = sum(of_engine) / slots if has_feeders else math.inf  # tokens; longer ones are in class 1
-        self.place = [
-            self.place_of(r, r.max_new_tokens if r.guessed else r.expected_tokens) for r in requests
-        ]
+        tokens = [r.max_new_tokens if r.guessed else r.expected_tokens for r in requests]
+        self.place = list(map(self.place_of, requests, tokens))
         self.siblings: dict[int, list[int]] = {}  # {group: requests}, for groups without a record
         self.finished: dict[int, list[int]] = {}  # {group: tokens of finished siblings}
         for index, request in enumerate(requests):
             if request.guessed:
                 if request.group not in self.siblings:
-                    self.place[index] = AHEAD
+                    self.place[index] = (0, 0.0)  # a scout starts first to measure its group's length
                 self.siblings.setdefault(request.group, []).append(index)
         self.heap = [(place, index) for index, place in enumerate(self.place)]
         heapq.heapify(self.heap)
@@ -172,13 +168,9 @@ class CacheRoom:
     """
 
     def __init__(
-        self,
-        requests: list[Request],
-        num_blocks: int,
-        block_size: int,
-        shares_prompts: bool,
+        self, requests: list[Request], num_blocks: int, block_size: int, shares_prompts: bool,
         previous: tuple[int, int] = (0, 0),
-    ):
+    ):  # fmt: skip
         self.requests = requests
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -100,8 +100,7 @@ def settings_of_stages(
             raise ValueError(explain(error, f"stages[{number}].")) from error
         changes = differences(run, resolved[-1].model_dump(mode="json"))
         names = [change.split(" ", 1)[0] for change in changes]
-        fixed = [name for name in names if not {name, name.split(".")[0]} & changeable]
-        if fixed:
+        if fixed := [name for name in names if not {name, name.split(".")[0]} & changeable]:
             raise ValueError(
                 f"stages[{number}].{fixed[0]}: cannot change from stage to stage, set it for the whole run. "
                 f"A stage may set {', '.join(sorted(changeable))}"

@@ -136,8 +136,7 @@ def print_summary(run_dir: Path) -> None:
     if idle := summary.get("steps_without_gradient"):
         print(f"  steps without gradient       {idle:6}   of {summary['num_steps']}, which taught nothing")
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
-    if summary["advantage_collapse_rate"] is not None:
-        rate = summary["advantage_collapse_rate"]
+    if (rate := summary["advantage_collapse_rate"]) is not None:
         print(f"  advantage collapse rate      {rate:6.3f}   groups with equal scores, steps 91 to 100")
     print_account(summary["account"], summary["generated_tokens"])
     dlogp = figure(summary["mean_abs_dlogp"], "6.1e")

@@ -24,8 +24,7 @@ def main(argv: list[str]) -> None:
     if refused := {"--nnodes", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--master-addr",
                    "--master-port"} & {*options}:  # fmt: skip
         sys.exit(f"runtime.torchrun: {', '.join(sorted(refused))}: ranks of one node only; use torchrun")
-    store = functools.partial(dist.TCPStore, master_listen_fd=listener.detach())
-    static_tcp_rendezvous.TCPStore = store
+    static_tcp_rendezvous.TCPStore = functools.partial(dist.TCPStore, master_listen_fd=listener.detach())
     run.main([*address, *argv])
 
 

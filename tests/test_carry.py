@@ -201,7 +201,7 @@ def test_parity_leaves_out_tokens_of_earlier_policies():
     logprobs = batch.rollout_logprobs + 0.01 * (batch.policy_versions == 6)
     check_parity(logprobs, batch, config, 7)
     batch.policy_versions[0, 9] = 7
-    with pytest.raises(RuntimeError, match="engine holds other weights"):
+    with pytest.raises(RuntimeError, match="weight sync is faulty"):
         check_parity(logprobs + 0.01 * (batch.policy_versions == 7), batch, config, 7)
 
 

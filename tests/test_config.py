@@ -104,7 +104,13 @@ def test_texts_that_yaml_cuts_are_refused(write):
     for text in ("system_prompt=Use ####.", "system_prompt=#### x", "answer_prefix=So ", "template=a\nb"):
         with pytest.raises(ValueError, match="quotes"):
             load(f"data.{text}")
-    for text in (": By ####.  # x", ":\n    By ####.", ": A box,\n    by ####.", ": [a, b #2\n  ]"):
+    for text in (
+        ": By ####.  # x",
+        ":\n    By ####.",
+        ": A box,\n    by ####.",
+        ": By\n    ####.",
+        ": [a, b #2\n  ]",
+    ):
         with pytest.raises(ValueError, match="system_prompt ends at #"):
             load(file=write(f"data:\n  system_prompt{text}\n"))
 

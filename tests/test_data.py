@@ -355,7 +355,6 @@ def test_a_row_without_text_is_refused_or_dropped(tmp_path, column, value):
         ({"difficulty": (4, 9)}, ["set.jsonl", "difficulty 4 to 9", "1 to 3.5"]),
         ({"difficulty": (4, 9), "columns": {"difficulty": None}}, ["set.jsonl", "columns.difficulty"]),
         ({"template": "Q: {question}"}, ["template", "{question}", "{prompt}"]),
-        ({"template": "{difficulty}: {prompt}"}, ["set.jsonl", "{difficulty} would stay"]),
         ({"template": "{prompt} \\boxed{{}}"}, ["template", "{{}} would stay doubled"]),
         ({"limit": 0}, ["limit", "1"]),
         ({"limit": -1}, ["limit", "1"]),
@@ -648,12 +647,13 @@ def test_a_saved_set_without_the_split_and_broken_files_of_a_folder_are_named(tm
     ("a b", "train", "a b"), ("training test0", "train", None), ("train0 TEST", "other", None),
     ("a test", "train", None), ("test0 test1", "train", "test0 test1"), ("_test b_train", "train", "b_train"),
     ("a_TEST a-train", "test", "a_TEST"), ("train-0 train-1", "test", None), ("a b", "test", "a b"),
+    ("a b_train", "train", None),
 ])  # fmt: skip
 def test_files_of_a_folder_by_split(names, split, read, tmp_path):
     for name in names.split():
         write_lines(tmp_path / f"{name}.jsonl", PLAIN)
     if read is None:
-        with refuses(str(tmp_path), f"'{split}'", "of others"):
+        with refuses(str(tmp_path), f"'{split}'", "of the split"):
             load_tables(str(tmp_path), split=split)
     else:
         tables = [os.path.basename(name) for name, _ in load_tables(str(tmp_path), split=split)]
@@ -725,7 +725,7 @@ def test_templates_that_are_missing_or_fail(tmp_path):
         load_prompts(conversation, tokenizer=tokenizer, system_prompt="s")
     tokenizer.chat_template = "{{ messages[-1].content }}"
     assert end_of_turn(tokenizer, [USER]) == ""
-    with refuses("set.jsonl: row 1", "drops the system message"):
+    with refuses("data.system_prompt", "drops system messages"):
         load_prompts(conversation, tokenizer=tokenizer, system_prompt="Be brief.")
     tokenizer.chat_template = None
     with refuses("set.jsonl: row 1", "no chat template"):
@@ -1061,6 +1061,13 @@ def test_copies_of_a_row_are_counted_and_dropped_on_request(tmp_path):
         assert len(sets.train) == num_rows and "2 copies of earlier rows" in sets.notes[0]
     assert [prompt.text for prompt in sets.train] == ["a b", "c", "a b", "d"]
     assert texts_of(load_prompts(path, distinct=True, limit=2)) == ["a b", "c"]
+
+
+def test_a_column_that_a_template_cannot_fill_in_is_warned_of(tmp_path):
+    path = str(write_lines(tmp_path / "set.jsonl", [{"prompt": "q", "answer": "1", "passage": "p"}]))
+    for template, is_warned in (("{passage} {prompt}", True), ("{prompt} x_{passage} {other}", False)):
+        notes = load_plain(DataSettings(train=[{"path": path, "template": template}])).notes
+        assert any("{passage} stays" in note for note in notes) == is_warned
 
 
 def test_options_outside_of_the_prompt_are_warned_of(tmp_path):

@@ -309,16 +309,16 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, tests": 890,
     "words of Markdown, tests/campaign": 510,
     "words of Markdown, the root": 3850,
-    "lines of Python, data": 4479,
+    "lines of Python, data": 4517,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8448,
-    "lines of Python, extras": 1953,
+    "lines of Python, experiments": 8310,
+    "lines of Python, extras": 1963,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5107,
-    "lines of Python, tests": 30050,
+    "lines of Python, runtime": 5070,
+    "lines of Python, tests": 30069,
     "lines of Python, tests/campaign": 1838,
-    "lines of Python, the root": 11504,
-    "lines of Python, verifiers": 3939,
+    "lines of Python, the root": 11510,
+    "lines of Python, verifiers": 3965,
 }
 
 
@@ -357,4 +357,4 @@ def test_the_tree_keeps_its_budgets():
                 if count > BUDGETS.get(name, 0)}  # fmt: skip
     assert not exceeded, "delete as much elsewhere, or argue for another budget in the commit"
     folders = [name for name in BUDGETS if name.startswith("lines of Python") and "tests" not in name]
-    assert sum(BUDGETS[name] for name in folders) <= 36258
+    assert sum(BUDGETS[name] for name in folders) <= 36163

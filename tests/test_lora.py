@@ -367,7 +367,7 @@ def test_adapters_of_other_matrices_or_of_another_base_are_refused(tmp_path, one
                 lora.EXTRA.check(launch)
     (folders[0] / "generation_config.json").write_text('{"eos_token_id": 5}')
     launch.config = make_config(f"model.path={folders[0]}", "lora.rank=3")
-    with pytest.raises(ValueError, match="model.path.*other files than"):
+    with pytest.raises(ValueError, match="model.path.*other generation_config.json than"):
         lora.EXTRA.check(launch)
 
 

@@ -117,6 +117,7 @@ def test_prompts_of_other_options_are_made_again(tmp_path, monkeypatch):
     assert not real.has_prompts("tasks") and real.has_prompts("instructions")
     os.utime(real.PROMPTS / "test.jsonl", (0, 0))
     assert not real.has_prompts("instructions"), "older than the command that makes them"
+    assert real.has_prompts("instructions", is_started=True)
 
 
 @pytest.mark.parametrize("disk, memory, named", [(1e18, 0, "run.dir"), (0, 1e18, "GB of memory")])

@@ -295,8 +295,7 @@ def main(argv: list[str]) -> int:
     if reasons:
         print(f"warning: these runs cannot enter records.json: {'; '.join(reasons)}", file=sys.stderr)
     rows = ("--rows", str(FOLDER / f"{entry}.yaml"), "--seeds", *map(str, track.seeds))
-    code = run.main([*rows, "--out", "runs/record", "--jobs", "2"])
-    if code:
+    if code := run.main([*rows, "--out", "runs/record", "--jobs", "2"]):
         return code
     runs = read_runs(entry, track)
     problems = problems_of(runs, args.track, holder)
