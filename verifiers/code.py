@@ -183,9 +183,8 @@ def _join(setup: str, program: str) -> str:
 def _script_test(script_input: str | list, expected: str | list) -> Test:
     stdin, stdout = ("\n".join(map(str, v)) if isinstance(v, list) else v for v in (script_input, expected))
     if not isinstance(stdin, str) or not isinstance(stdout, str):
-        raise ValueError(
-            f"inputs and outputs of a script must be text or lists of lines, not {str(script_input)[:60]!r}"
-        )
+        shown = str(script_input)[:60]
+        raise ValueError(f"inputs and outputs of a script must be text or lists of lines, not {shown!r}")
     return Test(lambda result: result.exit == 0 and same_output(result.stdout, stdout), stdin=stdin)
 
 
@@ -194,12 +193,10 @@ def same_output(output: str, expected: str) -> bool:
 
     FLOAT_TOLERANCE applies to expected words that are numbers with a point or an exponent, for example 0.50.
     """
-    output_lines, expected_lines = (
-        [line.split() for line in text.strip().splitlines()] for text in (output, expected)
-    )
-    return len(output_lines) == len(expected_lines) and all(
+    lines = [[line.split() for line in text.strip().splitlines()] for text in (output, expected)]
+    return len(lines[0]) == len(lines[1]) and all(
         len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
-        for words, expected_words in zip(output_lines, expected_lines)
+        for words, expected_words in zip(*lines)
     )
 
 
@@ -218,9 +215,8 @@ def _function_test(function: str, function_input: str | list, expected: object) 
         arguments = [_from_json("inputs", line) for line in function_input.split("\n") if line.strip()]
     expected = _from_json("outputs", expected) if isinstance(expected, str) else expected
     if not isinstance(arguments, list):
-        raise ValueError(
-            f"the inputs of a function must be a list of arguments, not {str(function_input)[:60]!r}"
-        )
+        shown = str(function_input)[:60]
+        raise ValueError(f"the inputs of a function must be a list of arguments, not {shown!r}")
     # APPS wraps a result into a list of length 1, so that both [3] and 3 are accepted.
     results = [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
 
@@ -249,10 +245,7 @@ def _from_json(field: str, text: str) -> object:
 
 
 def _same_value(value: object, expected: object) -> bool:
-    """Compare JSON values; FLOAT_TOLERANCE applies to expected floats, also inside lists and dicts.
-
-    1 equals 1.0 and True, as in Python, but a bool has no tolerance: True is not close to 0.9999999.
-    """
+    """Compare JSON values; expected floats have FLOAT_TOLERANCE, but True is not close to 0.9999999."""
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
@@ -338,9 +331,8 @@ def doubtful_tests(answer: str) -> list[int]:
         return [number for number, text in enumerate(_texts(spec), start=1) if not _is_plain(text, known)]
     outputs = ["\n".join(map(str, out)) if isinstance(out, list) else out for out in spec["outputs"]]
     if spec.get("fn_name") is not None:
-        return [
-            number for number, out in enumerate(spec["outputs"], start=1) if out in (None, [None], "null")
-        ]
+        nothing = (None, [None], "null")
+        return [number for number, out in enumerate(spec["outputs"], start=1) if out in nothing]
     return [number for number, text in enumerate(outputs, start=1) if not text.strip()]
 
 
@@ -354,11 +346,8 @@ def constant_shares(answer: str) -> dict[str, float]:
         results = []
         for text in _texts(spec):
             match ast.parse(text).body:
-                case [
-                    *_,
-                    ast.Assert(test=ast.Compare(_, [ast.Eq() | ast.Is()], [ast.Constant() as constant])),
-                ]:
-                    results.append(repr(constant.value))
+                case [*_, ast.Assert(test=ast.Compare(_, [ast.Eq() | ast.Is()], [ast.Constant(value)]))]:
+                    results.append(repr(value))
                 case _:
                     results.append("")
     return {result: results.count(result) / len(results) for result in results if result}

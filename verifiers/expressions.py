@@ -242,8 +242,14 @@ def parse(content: str, whole: bool = False, units: bool = True) -> list:
     return library.parse(r"\boxed{" + text + "}", [config], parsing_timeout=None, raise_on_error=True)
 
 
-# 5\text{ or }6\text{ m}: math-verify drops all from the first text on as units, and would read 5.
+HALVES = r"(?:squared|cubed|half|halves|(?:quarter|third|fourth|fifth|sixth|seventh|eighth|ninth)s?)\b(?!-)"
+JOINING = r"(?:out )?of|in(?!\W+[12]\d{3}\b)|to|over|(?:raised )?to the(?: power(?: of)?)?"
+ROUNDED = r"(?![\s}$]*(?:decimal|significant|place|digit|[ds]\.?[pf]\b))"  # 3.14 to 2 decimal places
 _OPERATION = r"\s*(?:squared|cubed|factorial)\b"
+_HALF = re.compile(  # 3 out of 4, 3 quarters, 5 squared
+    rf"\d\$?{_SPACE}*(?:{TEXT_COMMAND}\{{\s*)?(?:(?:{JOINING})\b[\s}}$~]*\d++{ROUNDED}|(?:and an? )?{HALVES})"
+)
+# 5\text{ or }6\text{ m}: math-verify drops all from the first text on as units, and would read 5.
 _MORE_THAN_UNITS = re.compile(
     rf"(?<=[\w)}}]){_SPACE}*{TEXT_COMMAND}\{{(?:"
     r"(?!\s*(?:(?:for|if|when|where|with)\b[^{}]*\}\s*[A-Za-z][^,;]*$|\((?!or\b|and\b)))[^{}]*\}"
@@ -302,6 +308,8 @@ def equal(content: str, answer: str, sums: bool = False) -> bool:
     if (_TRANSPOSED.search(answer) is None) != (_TRANSPOSED.search(content) is None):
         return False  # latex2sympy drops the T
     if re.search(r"\\circ|\\degree|\u00b0", answer) and re.search(r"\brad(?:ian)?s?\b", content):
+        return False
+    if _HALF.search(content) and not re.search(r"[a-z/:]", answer) or _differ_in_unit(content, answer):
         return False
     if not has_unit(answer):
         content, answer = with_cases_apart(content, answer)
@@ -403,12 +411,11 @@ def _in_order(gold, answer) -> tuple:
     return gold, answer
 
 
-# ---- numbers and formulas ----
+# ------------------------------------------------------------------------------------------------------------
+# numbers and formulas
+# ------------------------------------------------------------------------------------------------------------
 def _same_number(gold, answer, float_rounding: int = 6, numeric_precision: int = 15) -> bool:
-    """Compare two expressions in place of math-verify's sympy_numeric_eq and sympy_symbolic_eq.
-
-    A percentage equals both numbers that it may stand for: 20% is 0.2 and 20 [ours].
-    """
+    """Replace math-verify's sympy_numeric_eq and sympy_symbolic_eq; 20% is both 0.2 and 20 [ours]."""
     if any(isinstance(side, sympy.MatrixBase | sympy.MatrixExpr) for side in (gold, answer)):
         return _same_matrix(gold, answer)
     percents = [_percent_of(side) for side in (gold, answer)]
@@ -534,7 +541,6 @@ def _real_roots(expression):
 # first number of an unboxed 2^{10} \bmod 7.
 _EVALUATED = re.compile(r"\\(?:operatorname\*?\s*\{\s*)?(?:gcd|lcm|det|b?mod)(?![A-Za-z])|\\begin\{vmatrix\}")
 
-
 _MATRICES = re.compile(  # a product, a sum or a power of matrices
     r"\\end\{(?:\w*matrix|array)\}"
     r"(?:[^,;A-Za-z\\]|\\(?:[,;:! ]|(?:cdot|times|left|right|[dt]?frac|sqrt|q?quad)(?![a-z])))*"
@@ -565,8 +571,7 @@ def _is_unfinished(gold: list, answer: list, sums: bool) -> bool:
     elementary = sympy.functions.elementary
     open_forms += (
         sympy.Product, sympy.Max, sympy.Min, sympy.floor, sympy.ceiling, sympy.log,
-        elementary.trigonometric.TrigonometricFunction,
-        elementary.trigonometric.InverseTrigonometricFunction,
+        elementary.trigonometric.TrigonometricFunction, elementary.trigonometric.InverseTrigonometricFunction,
         elementary.hyperbolic.HyperbolicFunction,
     )  # fmt: skip
     return expression.has(*open_forms) or not sums and expression.has(sympy.Add)
@@ -595,7 +600,9 @@ def _has_complex_product(expression) -> bool:
     )
 
 
-# ---- relations ----
+# ------------------------------------------------------------------------------------------------------------
+# relations
+# ------------------------------------------------------------------------------------------------------------
 def _relations(expression) -> list:
     """List the equations and inequalities of an answer, of a chain such as 1 < x < 2, or of a list."""
     if isinstance(expression, sympy.Rel):
@@ -618,10 +625,7 @@ def _is_solved(relation) -> bool:
 
 
 def _is_unsolved(gold, answer) -> bool:
-    """Tell whether an answer to a solved reference is a relation to solve [ours]: the question, copied.
-
-    An equation in other letters or in none gives a value, for example AB = 5 and 2 + 3 = 5.
-    """
+    """Tell whether an answer is a relation to solve [ours], the question, copied; AB = 5 gives a value."""
     known = _relations(gold)
     letters = gold.free_symbols if known else set()
     return all(map(_is_solved, known)) and any(
@@ -631,7 +635,9 @@ def _is_unsolved(gold, answer) -> bool:
     )
 
 
-# ---- sets of numbers: inequalities and intervals ----
+# ------------------------------------------------------------------------------------------------------------
+# sets of numbers: inequalities and intervals
+# ------------------------------------------------------------------------------------------------------------
 def _region(expression):
     """Return (set of numbers, variable or None) of an interval or of inequalities, else None."""
     try:
@@ -697,7 +703,9 @@ def _without_points(numbers):
     return everything if numbers == sympy.S.Reals else numbers
 
 
-# ---- ratios ----
+# ------------------------------------------------------------------------------------------------------------
+# ratios
+# ------------------------------------------------------------------------------------------------------------
 def _same_ratio(gold: list[str], answer: list[str]) -> bool:
     """Tell whether a ratio of three or more numbers is the same: 1:2:3 is 2:4:6."""
     if len(gold) != len(answer):
@@ -709,7 +717,9 @@ def _same_ratio(gold: list[str], answer: list[str]) -> bool:
     return all(_close(x * y0, y * x0) for x, y in zip(xs, ys))
 
 
-# ---- units ----
+# ------------------------------------------------------------------------------------------------------------
+# units
+# ------------------------------------------------------------------------------------------------------------
 _COMPOUND = "+"
 _UNITS = {  # {dimension: {size: names}}
     "length": {"1e-9": "nm nanometer", "1e-6": "\u03bcm", "0.001": "mm millimeter millimetre",
@@ -733,7 +743,7 @@ _UNITS = {  # {dimension: {size: names}}
     "frequency": {"1": "Hz hertz", "1000": "kHz", "1e6": "MHz", "1e9": "GHz"},
     "photon": {"1": "eV", "1000": "keV", "1e6": "MeV", "1e9": "GeV"},
     "volume": {"0.001": "ml mL milliliter millilitre", "0.01": "cl", "1": "l L liter litre"},
-    "speed": {"1": "m/s", "5/18": "km/h kmh kph kmph", "0.44704": "mph"},
+    "speed": {"1": "m/s", "1000": "km/s", "0.01": "cm/s", "5/18": "km/h kmh kph kmph", "0.44704": "mph"},
 }  # fmt: skip
 _UNIT = {
     name: (dimension, Fraction(size))
@@ -805,6 +815,25 @@ def pair_up(found: list, gold: list, is_pair: Callable) -> bool:
             return False
         rest.remove(partner)
     return not rest
+
+
+_PREFIX = "(?:[TGMKkhdcmunp\u03bc]|kilo|mega|giga|hecto|deci|centi|milli|micro|nano)?"
+_DEGREES = "(?:[cfk]|celsius|fahrenheit|kelvin)"
+_OTHER_UNIT = re.compile(rf"{_PREFIX}(\w+) {_PREFIX}\1|(?i:(?!(\w)\w* \2){_DEGREES} {_DEGREES}|am pm|pm am)")
+_NO_UNIT = re.compile(rf"{TEXT_COMMAND}|\^?\s*\{{?\s*\\circ|\\(?:cdot|times)|\b[Dd]egrees?\b|\\[,;:! ]")
+
+
+def _differ_in_unit(*texts: str) -> bool:
+    """Tell whether unknown units differ in a prefix, in the scale of degrees, or in a.m. and p.m."""
+    if all(_quantity(text)[0] or _quantities(text) for text in texts):
+        return False
+    units = []
+    for text in texts:
+        plain = re.sub(r"\.(?!\d)|(?<=[a-z]{3})(?<!u)s\b", "", _NO_UNIT.sub(" ", text.translate(SIGNS)))
+        tail = re.search(r"\d[^\\+*=(),\d]*(?:\d\W*)?$|$", re.sub(r"\\[A-Za-z]+", "1", plain))
+        units.append(re.findall("[A-Za-z\u03bc]+", tail[0]))
+    pairs = zip(*units) if len(units[0]) == len(units[1]) else ()
+    return any(one != other and _OTHER_UNIT.fullmatch(f"{one} {other}") for one, other in pairs)
 
 
 def has_unit(text: str) -> bool:

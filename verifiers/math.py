@@ -12,17 +12,8 @@ import math
 import re
 from collections.abc import Callable
 
-from verifiers.expressions import (
-    SCALED,
-    SIGNS,
-    TEXT_COMMAND,
-    equal,
-    has_unit,
-    is_math,
-    parse,
-    same,
-    undressed,
-)
+from verifiers import expressions
+from verifiers.expressions import TEXT_COMMAND, equal, has_unit, is_math, pair_up, parse, same, undressed
 from verifiers.forms import decide
 
 MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; answers of MATH-500 have at most 53
@@ -35,25 +26,26 @@ MAX_DIGITS = 50_000  # of a power
 def verify(completion: str, answer: str) -> tuple[float, str, str]:
     r"""Return reward (0 or 1), status and detail of a completion; answer is LaTeX, a number or text.
 
-    The last \boxed{...} is compared. Boxes that are separated only by "and", "or", punctuation or spaces form
-    a list, for example \boxed{1} and \boxed{2} for "1, 2", or repeat an answer, in which case all must be
-    right. If a completion has no box, the expression that math-verify extracts from the last MAX_PARSED_CHARS
-    characters is compared: the one after "the answer is", else the last. Words, times of day, and answers
-    that math-verify cannot parse are compared as text, and require a box.
+    The last \boxed{...} is compared, unless <answer>5</answer> or "Final answer: 5" follows. Boxes separated
+    only by "and", "or", punctuation or spaces form a list, for example \boxed{1} and \boxed{2} for "1, 2", or
+    repeat an answer, in which case all must be right. Without a box, the expression in the last
+    MAX_PARSED_CHARS characters is compared: the one after "the answer is", else the last. Words, times of
+    day, and answers that math-verify cannot parse are compared as text, and require a box.
     """
     answer, completion = (_in_latin(text, is_prose=False) for text in (answer, completion))
     answer = undressed(answer)
+    completion = _BLANK_BOX.sub("", completion)  # "inside \boxed{}" names the place of the answer
     matches = _comparison(answer)
     if matches is not equal and not _is_text(answer):
         detail = f"the reference answer {answer[:99]!r} has no letter or digit, or the braces do not match"
         return 0.0, "error", detail
-    contents = last_boxes(completion)
-    if contents and (final := _last_word(completion, matches is _matches_choice)):
+    contents = last_boxes(completion, answer)
+    if contents and (final := _last_word(completion, matches)):
         contents = [final]
     if re.search(r"\\(?:boxed|fbox)\s*\{", completion[boxes(completion)[-1][1] if contents else 0 :]):
         contents = []  # a cut box is no answer
     elif not contents:
-        contents = [text] if (text := unboxed_answer(completion, matches is equal)) else []
+        contents = [text] if (text := unboxed_answer(completion, matches in (equal, _matches_choice))) else []
         if matches is equal and re.fullmatch(r"\s*\(.*\)\s*", "".join(contents)):
             matches = functools.partial(equal, sums=True)
     if not any(content.strip(" .") for content in contents):
@@ -66,9 +58,11 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
         return (1.0, "ok", "") if normal_text(joined) == normal_text(answer) else (0.0, "wrong", "")
     is_right = joined.split() == answer.split()  # the reference itself, also if nothing can read it
     decided = None if is_right else decide(joined, answer, _is_match)
+    if decided is None and not is_right:
+        decided = _fits_in_places(joined, answer)
     if decided is not None:
         return (1.0, "ok", "") if decided else (0.0, "wrong", "")
-    is_right = is_right or _has_same_words(joined, answer)
+    is_right = is_right or _has_same_words(joined, answer) or _same_letters(joined, answer)
     if not is_right and (len(contents) == 1 or matches is not _matches_choice):
         is_right = matches(joined, answer) or matches is equal and _is_labelled(joined, answer)
     if not is_right and len(contents) > 1:  # one answer, repeated
@@ -88,6 +82,8 @@ def _comparison(answer: str) -> Callable[[str, str], bool]:
         return _matches_time
     if _choice_of(answer)[0] and not _choice_of(answer)[1]:
         return _matches_choice
+    if _value_of_choice(answer):
+        return _matches_choice_or_value
     if too_large(answer):
         return _matches_text
     gold = parse(answer, whole=True)
@@ -122,6 +118,8 @@ _JOINTS = (  # the text between two boxes of a list; possessive, so that it neve
 )
 _JOINT = re.compile(_JOINTS % r"|\$")
 _MATH_JOINT = re.compile(_JOINTS.replace(r"()\[\]", "") % "")  # the next dollar or \( begins math
+_NAME_OF_BOX = re.compile(r"(?<![A-Za-z\\])([A-Za-z](?:_\{?\w\}?)?)\s*=[\s$]*$")
+_BLANK_BOX = re.compile(r"\\f?box(?:ed)?\{(?:[\s.~…]|\\(?:[,;:! ]|\w?dots|q?quad)|\\text\w*\{[\s.]*+\})*+\}")
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
@@ -140,18 +138,31 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
     return boxes_so_far
 
 
-def last_boxes(text: str) -> list[str]:
-    r"""Return the distinct contents of the last list of boxes: ["2", "3"] for \boxed{2} and \boxed{3}."""
+def last_boxes(text: str, answer: str = "") -> list[str]:
+    r"""Return the distinct contents of the last list of boxes: ["2", "3"] for \boxed{2} and \boxed{3}.
+
+    Repeats and names (["x=2", "y=2"]) are kept if the reference answer has as many elements as the boxes.
+    """
     all_boxes = boxes(text)
     first = len(all_boxes) - 1
     while first > 0 and _JOINT.fullmatch(text, all_boxes[first - 1][1], all_boxes[first][0]):
         first -= 1
-    return list(dict.fromkeys(content for _, _, content in all_boxes[max(first, 0) :]))
+    last = all_boxes[max(first, 0) :]
+    contents = [content for *_, content in last]
+    if not 1 < len(last) < 20 or sum(len(_pieces(each)) for each in contents) != len(_pieces(answer)):
+        return list(dict.fromkeys(contents))
+    names = [_NAME_OF_BOX.search(text, max(0, start - 20), start) for start, *_ in last]
+    is_named = "=" in answer and all(names)
+    return [f"{name[1]}={each}" if is_named else each for name, each in zip(names, contents)]
 
 
+_DENIED = re.compile(  # before a number: "cannot be", "a wrong" answer, "3 out of"
+    r"(?i)(?:\b(?:can ?not|not|never|wrong|incorrect)|n['’]t)[^\w.!?:;,\n]*(?:\b(?:be|equals?|to)\b\s*){0,3}$"
+    r"|\d\s+(?:out of|to the power of)\s+$"
+)
 # Where an answer without a box begins. "answer to the question is", "Answer:", "Answer $73$", "#### 73"
 _ANCHOR = re.compile(
-    r"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice))\b(?:[^\n.=:$\\]{0,60}?(?:\b(?:is|are|equals?|be)\b|[:=]|\s[-\u2013\u2014]\s)|(?=\W*\d|[\s*]*(?:\$|\\[(\[])))|^####",
+    r"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice))\b(?:[^\n.=:$\\]{0,60}?(?:\b(?:is|are|equals?|be)\b|[:=]|\s[-\u2013\u2014]\s)|(?<!s)(?=\W*\d)|(?=[\s*]*(?:\$|\\[(\[])))|^####",
     re.IGNORECASE | re.MULTILINE,
 )
 _TAGGED = re.compile(
@@ -172,14 +183,17 @@ _COMPARING = re.compile(
     re.IGNORECASE,
 )
 _OPENING_WORDS = re.compile(
-    r"(?:(?:the|a|an|exactly|equal|to|simply|just|therefore|thus|approximately|about|indeed|then|is|number|value"
-    r"|given|by|now|option|choice|total|of|we|have|get)\b[\s:*]*|[:*_`\"'=#]+\s*)+",
+    r"(?:(?:the|an?(?=\s+(?:total|number|value)\b)|(?-i:an?(?=\s+\w|\W*\Z))|exactly|equal|to|simply|just|therefore"
+    r"|thus|approximately|about|indeed|then|is|number|value|given|by|now|option|choice|total|of|we|have|get)\b[\s:*]*|[:*_`\"'=#]+\s*)+",
     re.IGNORECASE,
 )
-_CLOSING_WORD = re.compile(
-    rf"(?<=[^\s,])\s+(?!(?:and|or|dozen|ten|{SCALED})(?:(?:th)?s?)\b)[A-Za-z]{{2,}}[\s,!]*$"
+_HALF = re.compile(
+    rf"\$?-?\d[\d.,]*\$?\s+(?:{expressions.JOINING}|and an?)\s+"
+    rf"(?:\$?\d[\d.,/]*+\$?+{expressions.ROUNDED}|{expressions.HALVES})"
 )
-
+_CLOSING_WORD = re.compile(
+    rf"(?<=[^\s,])\s+(?!(?:and|or|dozen|ten|{expressions.SCALED}|{expressions.HALVES})(?:(?:th)?s?)\b)[A-Za-z]{{2,}}[\s,!]*$"
+)
 
 # Letters and full stops of other scripts, outside of braces: "答案是 5。" and "Ответ равен 5."
 _LETTERS = r"[\u0400-\u052f\u0590-\u1cff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]"
@@ -199,10 +213,7 @@ _CHANGES = re.compile(
 
 
 def _in_latin(text: str, is_prose: bool) -> str:
-    """Write digits, signs, "and" and "or" of other scripts as in English; in prose also "the answer is".
-
-    Other words of prose become a sign that ends a clause, unless they may change a number.
-    """
+    """Write digits, signs, "and" and "or" of other scripts in English; other words of prose end a clause."""
     if text.isascii() or not re.search(rf"{_LETTERS}|[\uff00-\uffef]", text) or not re.search(r"\w", text):
         return text
     text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text.translate(_FULL_WIDTH))
@@ -232,12 +243,18 @@ def unboxed_answer(completion: str, is_math: bool) -> str:
         tail = (tagged[1] or tagged[2] or "").strip()
     tail = re.sub(r"\b(?:negative|minus)\s+(?=\d)", "-", _in_latin(tail, is_prose=True) if is_math else tail)
     for anchor in reversed(list(_ANCHOR.finditer(tail))):
+        if _DENIED.search(tail[: anchor.start()][-20:]):  # "A common wrong answer is 5."
+            tail = tail[: anchor.start()]
+        if anchor.start() >= len(tail) or _DENIED.search(anchor[0]):  # "The answer cannot be 5, so it is 6."
+            continue
         rest = _after_opening_words(tail[anchor.end() :])
+        if half := _HALF.match(rest):
+            return half[0].replace("$", "").rstrip(".,")
         match = _DELIMITED.match(rest)
         if match and _is_math_text(match):
             return _list_of_math(rest, [match])
         answer = _in_clause(rest)
-        if is_math and _REMARK.match(answer):
+        if is_math and (_REMARK.match(answer) or answer.startswith("not ")):
             tail = tail[: anchor.start()]
         elif answer:
             return answer
@@ -249,19 +266,28 @@ def unboxed_answer(completion: str, is_math: bool) -> str:
 
 
 _REMARK = re.compile(  # "I hope this answer is helpful!"
-    r"(?:\w+ly |very |also )?(?:acceptable|accurate|clear|complete|consistent|correct|final|fine|good|helpful"
-    r"|okay|reasonable|right|satisfactory|sufficient|understandable|unique|useful|valid|wrong)\b",
+    r"(?:\w+ly |very |also )?(?:acceptable|accurate|(?:un)?clear|complete|consistent|(?:in)?correct|final"
+    r"|fine|good|helpful|okay|reasonable|right|satisfactory|sufficient|understandable|unique|useful|valid|wrong)\b",
     re.IGNORECASE,
 )
 _LAST_CHOICE = re.compile(r"\b[Aa]nswer(?:\s+is)?\s*:?[\s*]*\(?([A-J])\)?[\s.*]*\Z")
+_LAST_TAGS = re.compile(r"(?is)<answer>(?!.*<answer>|[^<]*\b(?:above|box|boxed)\b|\s*</)(.*?)</answer>")
+_FINAL = re.compile(
+    r"(?im)\bfinal answer(?:\s+is)?[\s*:]*"
+    r"(?:(?=\$|\\[(\[])|([-\u2212\u2013]?\\?\$?\d[\d,]*(?:[./]\d+)?(?:\\?%)?)[.\s*]*?$)"
+)
 
 
-def _last_word(completion: str, is_choice: bool) -> str:
-    """Return the math after "the final answer is", or a choice after "Answer:", if it follows all boxes."""
-    tail = completion[-MAX_PARSED_CHARS:].rpartition(r"\boxed")[2]
-    if is_choice and (choice := _LAST_CHOICE.search(tail)):
+def _last_word(completion: str, matches: Callable) -> str:
+    """Return the text in <answer>, the choice, or what follows "the final answer is", after all boxes."""
+    tail = completion[max(boxes(completion)[-1][1], len(completion) - MAX_PARSED_CHARS) :]
+    if tagged := _LAST_TAGS.search(tail):
+        return unboxed_answer(tagged[0], matches in (equal, _matches_choice))
+    if matches is _matches_choice and (choice := _LAST_CHOICE.search(tail)):
         return choice[1]
-    anchors = list(re.finditer(r"\bfinal answer(?:\s+is)?\s*:?[\s*]*(?=\$|\\[(\[])", tail, re.IGNORECASE))
+    anchors = list(_FINAL.finditer(tail))
+    if anchors and anchors[-1][1] and matches is equal:
+        return anchors[-1][1]
     match = _DELIMITED.match(tail, anchors[-1].end()) if anchors else None
     return _list_of_math(tail, [match]) if match and _is_math_text(match) else ""
 
@@ -317,8 +343,12 @@ def _last_expression(text: str) -> str:
         first = len(matches) - 1
         while first > 0 and _JOINT.fullmatch(text, matches[first - 1].end(), matches[first].start()):
             first -= 1
-        return _list_of_math(text, [matches[first]]) if matches else ""
+        is_denied = not matches or _DENIED.search(text[: matches[first].start()][-20:])
+        return "" if is_denied else _list_of_math(text, [matches[first]])
     number = numbers[-1]
+    is_half = re.match(rf"\s+{expressions.HALVES}", text[end + number.end() :])  # 5 squared
+    if is_half or _DENIED.search(text[: end + number.start()][-30:]):
+        return ""
     start = text.rfind("\n", 0, end + number.start()) + 1
     tokens = list(re.finditer(r"\S+", text[max(start, end) :].split("\n")[0]))
     place = next(i for i, token in enumerate(tokens) if token.end() > end + number.start() - max(start, end))
@@ -376,6 +406,7 @@ def warm_up() -> None:
 # ------------------------------------------------------------------------------------------------------------
 # Text: answers that math-verify cannot parse, for example p \to q or x \equiv 3 \pmod 7 [ours]
 # ------------------------------------------------------------------------------------------------------------
+_BLANK = r"(?:\\[,;:! ]|[\s~])"
 _SYNONYMS = {
     "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "le": r"\leq", "ge": r"\geq", "ne": r"\neq",
     "to": r"\rightarrow", "implies": r"\Rightarrow", "iff": r"\Leftrightarrow", "land": r"\wedge",
@@ -422,7 +453,7 @@ def _fold(word: str) -> str:
 
 def normal_text(text: str) -> str:
     """Normalise a text: remove spaces, $ and text commands, lowercase words, and unify LaTeX synonyms."""
-    text = text.translate(SIGNS)
+    text = text.translate(expressions.SIGNS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
@@ -446,10 +477,7 @@ def _time_of(text: str) -> tuple[int, str, str] | None:
 
 
 def _is_time(answer: str) -> bool:
-    """Tell whether a reference answer is a time of day; math-verify reads 3:30 as 1/10, which 2:20 equals.
-
-    A reduced ratio, for example 5:17, stays mathematics [ours].
-    """
+    """Tell whether a reference is a time of day (math-verify reads 3:30 as 1/10); 5:17 is a ratio [ours]."""
     hour, minutes, half = _time_of(answer) or (1, "1", "")
     return bool(half) or minutes[0] == "0" or math.gcd(hour, int(minutes)) > 1
 
@@ -464,9 +492,10 @@ def _matches_time(content: str, answer: str) -> bool:
 def _is_labelled(content: str, answer: str) -> bool:
     """Tell whether the answer stands after the letter of its choice, as in (B) 12."""
     letter, text = _choice_of(content)
-    return bool(letter and text) and equal(text, answer)
+    return bool(letter and text) and _in_words(content)[1] != "," and equal(text, answer)
 
 
+_SEVERAL_LETTERS = re.compile(r"\(?[A-J]\)?(?:[\s,;&]*(?:and\b\s*)?\(?[A-J]\)?){1,4}")
 # (A) and (B), (A) 12 or (B) 13; but (D) both (A) and (B)
 _SECOND_CHOICE = re.compile(
     r"(?:[,;/&+\s]|and\b|or\b)+(?:[A-HJ]|I(?! +[a-z]))(?![A-Za-z'])|[^()A-Za-z]*(?:and|or)?\s*\([A-J]\)"
@@ -480,8 +509,37 @@ def _matches_choice(content: str, answer: str) -> bool:
     return letter == _choice_of(answer)[0] if letter else _matches_words(content, answer)
 
 
+_VALUE_OF_CHOICE = re.compile(rf"\s*(?:(\()[A-J]\)|[A-J][).]){_BLANK}*([-.\w\\(].*)", re.DOTALL)
+
+
+def _value_of_choice(text: str) -> str:
+    r"""Return 24 of \textbf{(B)}\ 24; "" if the text is not one letter and one value."""
+    plain = re.sub(rf"{TEXT_COMMAND}\{{\s*(\(?[A-J][^{{}}]*)\}}", r"\1 ", text, count=1)
+    match = _VALUE_OF_CHOICE.fullmatch(plain)
+    words = re.sub(r"\\[A-Za-z]+", "", match[2]) if match else "A"
+    is_other = re.search(r"(?<![A-Za-z])[A-J](?![A-Za-z])", words) or len(_pieces(match[2])) > 1
+    return "" if is_other or not match[1] and re.search("[A-Za-z]{2}", words) else match[2]
+
+
+def _matches_choice_or_value(content: str, answer: str) -> bool:
+    """Accept the letter, the value or both of a reference such as (B) 24."""
+    letter, text = _choice_of(content)
+    if letter and (not text or letter != _choice_of(answer)[0]):
+        return letter == _choice_of(answer)[0]
+    return _is_match(_value_of_choice(content) or text, _value_of_choice(answer))
+
+
+def _same_letters(content: str, answer: str) -> bool:
+    """Compare choices of several letters: A, C is AC; the order is free if the reference is a list."""
+    sides = [_in_words(text) for text in (content, answer)]
+    order = sorted if re.search("[,;a]", sides[1]) else list
+    letters = [order(re.findall("[A-J]", side)) for side in sides if _SEVERAL_LETTERS.fullmatch(side)]
+    return len(letters) == 2 and letters[0] == letters[1]
+
+
 _CHOICE = re.compile(
-    r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-J])(?:[).:](?=\s|$)|$))(.*)", re.IGNORECASE
+    r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-J])(?:[).:](?=\s|$)|[,.)](?=\s?[-\\.\d/%]+$)|$))(.*)",
+    re.IGNORECASE,
 )
 
 
@@ -504,11 +562,8 @@ def _in_words(text: str) -> str:
 
 
 def _has_same_words(content: str, answer: str) -> bool:
-    r"""Tell whether two texts with a word are the same, for example \text{May 5} and \text{May } 5.
-
-    Without braces \frac{1}{2 \pi} is \frac{1}{2} \pi, so a text with commands is none of words.
-    """
-    words = _in_words(answer)
+    r"""Tell whether two texts with a word are the same, for example \text{May 5} and \text{May } 5."""
+    words = _in_words(answer)  # without braces, which decide in \frac{1}{2 \pi}: no text with commands
     is_text = re.search("[A-Za-z]{3}", words) is not None and "\\" not in words
     return is_text and _in_words(content).lower() == words.lower()
 
@@ -528,9 +583,8 @@ def _is_words(answer: str, gold: list) -> bool:
     """Tell whether a reference answer is words, for example "Tom" or "heavy rain" [ours].
 
     math-verify reads a word as a product of variables, so that "cat" would equal "tac". One word must have
-    three letters, and a vowel or only capitals (the order HTT): mgh and xyz stay products. So do two letters,
-    because AB = BA, and no compass point is another one backwards. gold: the parsed answer, without units
-    ("x meters" is x) and with "infinity" as a number: both stay mathematics.
+    three letters, and a vowel or only capitals (the order HTT): mgh, xyz and AB = BA stay products. gold: the
+    parsed answer, without units ("x meters" is x) and with "infinity" as a number: both stay mathematics.
     """
     if not _has_only_words(answer):
         return False
@@ -554,7 +608,7 @@ def _pieces(text: str) -> list[str]:
     depth = 0
     start = 0
     for match in re.finditer(
-        r"\\(?:begin|end|langle|rangle)|\\?[({\[\])}]|[,;]|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])", text
+        r"\\(?:begin|end|langle|rangle)|\\?[({\[\])}]|(?<!\\)[,;]|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])", text
     ):
         sign = match[0].removeprefix("\\")
         depth += (sign in _OPEN) - (sign in _CLOSE)
@@ -565,12 +619,58 @@ def _pieces(text: str) -> list[str]:
     return [piece for piece in (*pieces, text[start:]) if normal_text(piece)]
 
 
+_NUMBER_OF = re.compile(rf"([^A-Za-z]*\d){_BLANK}*(?:{TEXT_COMMAND}\{{)?\s*([A-Za-z][A-Za-z ]*?)s?\s*\}}?\s*")
+
+
+def _elements(text: str) -> list[tuple[str, str]]:
+    """List (label, value) of each element of a list; the label is x in x = 3, boy in 3 boys, or ""."""
+    elements = []
+    for piece in _pieces(re.sub(TEXT_COMMAND + r"\{([^{}]*\b(?:and|or)\b[^{}]*)\}", r" \1 ", text)):
+        name, _, value = piece.rpartition("=")
+        label = re.sub(r"_\{?\w+\}?", "", normal_text(name))  # x_1 and x_2 are roots in any order
+        if not name and (match := _NUMBER_OF.fullmatch(piece)):
+            value, label = match.groups()
+        elements.append((label, undressed(value)))
+    return elements
+
+
+_LINK = re.compile(TEXT_COMMAND + r"\{\s*,?\s*(and|or)\s*,?\s*\}")
+_OTHER_FORM = re.compile(
+    r"^-?\d+(?:\.|\{,\})\d+$|^\s*(?:\\left|\\begin|\\langle|\\?[(\[{])|=[^,;]*=|\\[pm][mp]|dots"
+    r"|\b(?:each|both|double|twice|all)\b"
+)
+
+
+def _fits_in_places(content: str, answer: str) -> bool | None:
+    """Compare a list with names or repeats: x = 3, y = 4, 3 boys, 4 girls and 2, 2, 3; None for other lists.
+
+    An answer without names must have the order of a reference with names.
+    """
+    gold = _elements(answer)
+    elements = _elements(content)
+    labels = [label for label, _ in gold]
+    own_labels = {label for label, _ in elements}
+    is_named = len({*labels}) == len(gold) and all(labels["=" in answer :])  # undressed() drops a \text{max}=
+    is_repeated = len({*labels}) == 1 and len({normal_text(value) for _, value in gold}) < len(gold)
+    is_other = any(own_labels) and any(labels) and own_labels != {*labels} or _OTHER_FORM.search(content)
+    if len(gold) < 2 or is_other or not (is_named or is_repeated):
+        return None
+
+    def is_pair(one: tuple[str, str], other: tuple[str, str]) -> bool:
+        return _is_match(one[1], other[1])
+
+    if len(elements) != len(gold) or is_repeated:
+        return len(elements) == len(gold) and pair_up(elements, gold, is_pair)
+    values = dict(elements)
+    in_order = [(label, values[label]) for label in labels] if any(own_labels) else elements
+    return all(map(is_pair, in_order, gold))
+
+
 def _matches_text(content: str, answer: str) -> bool:
     """Tell whether two texts are equal, or are lists of equal pieces in any order."""
     if normal_text(content) == normal_text(answer):
         return True
-    joint = re.compile(TEXT_COMMAND + r"\{\s*,?\s*(and|or)\s*,?\s*\}")
-    pieces, gold_pieces = (_pieces(joint.sub(r" \1 ", text)) for text in (content, answer))
+    pieces, gold_pieces = (_pieces(_LINK.sub(r" \1 ", text)) for text in (content, answer))
     if len(pieces) != len(gold_pieces):
         return False
     for gold in gold_pieces:

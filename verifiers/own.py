@@ -29,6 +29,7 @@ from pathlib import Path
 # "module:function" or "path/file.py:function"; a path with " + " would look like a sum.
 FUNCTION = re.compile(r"([A-Za-z_]\w*(\.\w+)*|(?:(?! \+ )[^:*])+\.py):[A-Za-z_]\w*(\.\w+)*")
 COMMON_ARGUMENTS = ("completion", "answer")  # available for every row, unlike columns
+REMEDY = "wrap it in a Python function, for example def score(completion): ..."
 ROUNDING = 1e-6  # tolerance for the rounding error of float32 scores and of sums of shares
 PROJECT = Path(__file__).resolve().parents[1]
 LIBRARY_PATHS = (  # excluded from the location of an error, because the mistake is in the user's file
@@ -80,16 +81,10 @@ def load_function(name: str) -> OwnFunction:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"its parameters cannot be read ({error}); wrap it in a Python function, for example "
-            "def score(completion): ..."
-        ) from None
+        raise ValueError(f"its parameters cannot be read ({error}); {REMEDY}") from None
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if any(p.kind == p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
-        raise ValueError(
-            "it takes arguments by position only; wrap it in a Python function, for example "
-            "def score(completion): ..."
-        )
+        raise ValueError(f"it takes arguments by position only; {REMEDY}")
     return OwnFunction(
         function,
         required=tuple(p.name for p in by_name if p.default is p.empty),
@@ -106,8 +101,7 @@ DIGESTS: dict[str, str] = {}  # in a worker: DIGESTS of runtime/user_files.py in
 def _import_file(path: str):
     """Import a file by path; the file can import modules from its folder, as when run as a script.
 
-    BadResult if the file has changed since the run started: a worker that replaces another one would score
-    by new rules.
+    BadResult if the file has changed since the run started: a new worker would score by new rules.
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
@@ -203,10 +197,9 @@ def read_result(name: str, result, scale: Scale = (0.0, 1.0)) -> tuple[float, di
             f"{name} returned {number:g}, outside of {low:g} (wrong) to {high:g} (right): return another "
             f"value, or name the smallest and the largest value, for example reward.scale='{remedy}'"
         )
-    numbers = {} if not isinstance(result, dict) else {key: _number(item) for key, item in result.items()}
-    more = {
-        f"{key}": n for key, n in numbers.items() if key != "score" and n is not None and math.isfinite(n)
-    }
+    items = result.items() if isinstance(result, dict) else ()
+    numbers = {f"{key}": _number(item) for key, item in items if key != "score"}
+    more = {key: n for key, n in numbers.items() if n is not None and math.isfinite(n)}
     return 1.0 if score >= 1 - ROUNDING else 0.0 if score <= ROUNDING else score, more
 
 
