@@ -87,7 +87,7 @@ def errors(values, exact) -> list[float]:
 def test_output_and_all_gradients_are_those_of_the_formula(case, dtype):
     """Gradients of weights include experts without rows, which are 0; a second run gives the same bits.
 
-    bfloat16: errors are at most twice those of torch, or below some roundings.
+    float32: processors add in different orders. bfloat16: at most twice torch's errors, or some roundings.
     """
     num_tokens, hidden, width, num_experts, choose = CASES[case]
     torch.manual_seed(3)
@@ -101,7 +101,7 @@ def test_output_and_all_gradients_are_those_of_the_formula(case, dtype):
     expected = results_of(lambda *leaves: sum_of_experts(*leaves, ids), exact, grad.double())
     assert [value.dtype for value in actual] == [dtype] * 4 + [torch.float32]
     if dtype == torch.float32:
-        assert max(errors(actual, expected), default=0) < 1e-6
+        assert max(errors(actual, expected), default=0) < 16 * torch.finfo(torch.float32).eps
         assert all(map(torch.equal, actual, results_of(lambda *v: by_kernels(*v, ids), leaves, grad)))
     else:
         of_torch = errors(results_of(lambda *v: by_torch(*v, ids), leaves, grad), expected)

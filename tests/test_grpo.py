@@ -585,9 +585,9 @@ def assert_same_metric(metrics: dict, name: str, expected: float) -> None:
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in SAME_UPDATE for name in SAME_UPDATE[kind]])
 def test_an_update_equals_plain_torch_however_it_is_split(kind, name, updates, plain):
     result = updates[2][name]
-    # each update adds its rounding to the rounding of earlier updates
-    num_updates = 4 if kind == "two passes of two" else 2 if kind.startswith("two updates") else 1
-    assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < num_updates * TOLERANCE
+    # n (n + 1) / 2 for n updates: each has its rounding, and a gradient at the rounded parameters of earlier ones
+    roundings = 10 if kind == "two passes of two" else 3 if kind.startswith("two updates") else 1
+    assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < roundings * TOLERANCE
     of_ep = {"max_vio_ranks"}  # with expert parallelism only
     assert result["metrics"].keys() | of_ep == plain[kind]["metrics"].keys() | WORK
     for metric, value in plain[kind]["metrics"].items():
