@@ -585,7 +585,7 @@ def assert_same_metric(metrics: dict, name: str, expected: float) -> None:
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in SAME_UPDATE for name in SAME_UPDATE[kind]])
 def test_an_update_equals_plain_torch_however_it_is_split(kind, name, updates, plain):
     result = updates[2][name]
-    # n (n + 1) / 2 for n updates: each has its rounding, and a gradient at the rounded parameters of earlier ones
+    # n (n + 1) / 2 for n updates: each rounds, and has its gradient at the rounded parameters of earlier ones
     roundings = 10 if kind == "two passes of two" else 3 if kind.startswith("two updates") else 1
     assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < roundings * TOLERANCE
     of_ep = {"max_vio_ranks"}  # with expert parallelism only
