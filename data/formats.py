@@ -99,17 +99,15 @@ def files_of_folder(path: str, folder: str, split: str) -> list[str]:
     if not files:
         raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file, with or without .gz")
     word = re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])", re.IGNORECASE)
-    split_files = [file for file in files if word.match(file)] or [
-        file for file in files if word.search(file)
-    ]
-    splits = {SPLITS.intersection(re.findall("[a-z]+", file.lower())) for file in files}
-    is_mixed = len(splits) > 1 and (
-        not split_files or frozenset() in splits and not word.match(split_files[0])
-    )
-    if is_mixed or not split_files and split != "train" and splits != {frozenset()}:
+    words = {
+        file: SPLITS.intersection(re.findall("[a-z]+", file.lower())) - {split.lower()} for file in files
+    }
+    split_files = [file for file in files if word.match(file) or word.search(file) and not words[file]]
+    is_of_one = len({*words.values()}) == 1 and (split == "train" or not words[files[0]])
+    if not split_files and not is_of_one:
         raise ValueError(
-            f"{path}: which files are of the split {split!r}, of {files[0]} to {files[-1]}? Set `split`, or "
-            "name a file or a pattern"
+            f"{path}: no file is of the split {split!r} alone, of {files[0]} to {files[-1]}; set another "
+            "`split`, or name a file or a pattern"
         )
     return [os.path.join(folder, file) for file in split_files or files]
 

@@ -169,10 +169,9 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
     chat = next((row.prompt for row in rows if row.prompt.is_chat), None)
     if data.answer_prefix and chat is not None:
         maker.renderer.check_prefix(data.answer_prefix, chat)
-    if asked := next(
-        (p.messages for _, _, p in rows if p.is_chat and p.messages[0]["role"] == "system"), None
-    ):
-        maker.renderer.check_system(asked)
+    system = {"role": "system", "content": data.system_prompt}
+    if data.system_prompt and chat is not None and chat.messages[0] == system:
+        maker.renderer.check_system(chat.messages)
     opening = opened_thought(rows[0].prompt.text.removesuffix(data.answer_prefix)) if rows else ""
     if opening and data.answer_prefix and final_answer(data.answer_prefix, opening) is None:
         remarks = ", data.answer_prefix continues a thought: answers count only after the thought ends"

@@ -647,7 +647,7 @@ def test_a_saved_set_without_the_split_and_broken_files_of_a_folder_are_named(tm
     ("a b", "train", "a b"), ("training test0", "train", None), ("train0 TEST", "other", None),
     ("a test", "train", None), ("test0 test1", "train", "test0 test1"), ("_test b_train", "train", "b_train"),
     ("a_TEST a-train", "test", "a_TEST"), ("train-0 train-1", "test", None), ("a b", "test", "a b"),
-    ("a b_train", "train", None),
+    ("a b_train", "train", "b_train"), ("train x_train x_test", "train", "train x_train"),
 ])  # fmt: skip
 def test_files_of_a_folder_by_split(names, split, read, tmp_path):
     for name in names.split():

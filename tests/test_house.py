@@ -318,7 +318,7 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "lines of Python, tests": 30069,
     "lines of Python, tests/campaign": 1838,
     "lines of Python, the root": 11510,
-    "lines of Python, verifiers": 4050,
+    "lines of Python, verifiers": 4047,
 }
 
 

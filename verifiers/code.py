@@ -177,9 +177,7 @@ def _join(setup: str, program: str) -> str:
     return "\n".join([*lines[:start], setup, *lines[start:]])
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Kinds of tests
-# ------------------------------------------------------------------------------------------------------------
+# ---- Kinds of tests ----------------------------------------------------------------------------------------
 def _script_test(script_input: str | list, expected: str | list) -> Test:
     stdin, stdout = ("\n".join(map(str, v)) if isinstance(v, list) else v for v in (script_input, expected))
     if not isinstance(stdin, str) or not isinstance(stdout, str):
@@ -320,9 +318,7 @@ def _value(result: Result, max_chars: int = 0) -> object:
     return ast.literal_eval(result.value)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Tests that test nothing
-# ------------------------------------------------------------------------------------------------------------
+# ---- Tests that test nothing -------------------------------------------------------------------------------
 def doubtful_tests(answer: str) -> list[int]:
     """Return the numbers of the tests, from 1, that a program without any work may pass."""
     spec = _spec_of(answer)
@@ -419,9 +415,7 @@ def idle_test(answer: str, *, isolation: Isolation, timeout_s: float, memory_byt
     return f"test {untested[0]} tests nothing: functions without any work pass it"
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Running and judging
-# ------------------------------------------------------------------------------------------------------------
+# ---- Running and judging -----------------------------------------------------------------------------------
 def _run_tests(source: str, tests: list[Test], limits: Limits, isolation: Isolation) -> dict[int, str]:
     """Run the tests; return {number of the failed test, from 1: description of the failure}."""
     failed = {}

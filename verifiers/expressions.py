@@ -22,9 +22,7 @@ sympy = LazyModule("sympy")
 FLOAT_RTOL = 1.0001e-6  # relative tolerance of a number with a decimal point: 0.333333 is 1/3, 0.33333 is not
 FLOAT_ATOL = 5e-7
 
-# ------------------------------------------------------------------------------------------------------------
-# LaTeX that math-verify reads as it is meant
-# ------------------------------------------------------------------------------------------------------------
+# ---- LaTeX that math-verify reads as it is meant -----------------------------------------------------------
 TEXT_COMMAND = r"\\(?:text(?:rm|bf|it|normal|up)?|math(?:rm|bf|it|normal)|mbox|hbox|operatorname)\s*"
 SIGNS = str.maketrans(
     {
@@ -204,9 +202,7 @@ def _braced(text: str) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Parsing
-# ------------------------------------------------------------------------------------------------------------
+# ---- Parsing -----------------------------------------------------------------------------------------------
 def load_library():
     """Import math-verify (0.4 s). Its warning is silenced: the reward pool limits the time.
 
@@ -242,12 +238,18 @@ def parse(content: str, whole: bool = False, units: bool = True) -> list:
     return library.parse(r"\boxed{" + text + "}", [config], parsing_timeout=None, raise_on_error=True)
 
 
-HALVES = r"(?:squared|cubed|half|halves|(?:quarter|third|fourth|fifth|sixth|seventh|eighth|ninth)s?)\b(?!-)"
-JOINING = r"(?:out )?of|in(?!\W+[12]\d{3}\b)|to|over|(?:raised )?to the(?: power(?: of)?)?"
-ROUNDED = r"(?![\s}$]*(?:decimal|significant|place|digit|[ds]\.?[pf]\b))"  # 3.14 to 2 decimal places
+HALVES = (  # 4 quarters may be coins, 5 squared meters are units
+    r"(?:(?:squared|cubed)\b(?!\W+[A-Za-z])|half|halves|quarters?\W+of"
+    r"|(?:third|fourth|fifth|sixth|seventh|eighth|ninth)s?)\b(?!-)"
+)
+JOINED = (  # out of 4, to the power of 10, in 4; but 3.14 to 2 decimal places, 20 in 5 days, 7 in 2024
+    r"(?:(?:out of|to|(?:raised )?to the(?: power(?: of)?)?)\b[\s}$~]*\d++"
+    r"(?![\s}$]*(?:decimal|significant|place|digit|[ds]\.?[pf]\b))"
+    r"|(?:of|in(?!\W+[12]\d{3}\b)|over)\b[\s}$~]*\d++(?![\s}$]*[A-Za-z]{2}))"
+)
 _OPERATION = r"\s*(?:squared|cubed|factorial)\b"
-_HALF = re.compile(  # 3 out of 4, 3 quarters, 5 squared
-    rf"\d\$?{_SPACE}*(?:{TEXT_COMMAND}\{{\s*)?(?:(?:{JOINING})\b[\s}}$~]*\d++{ROUNDED}|(?:and an? )?{HALVES})"
+_HALF = re.compile(  # 3 out of 4, 3 halves, 5 squared
+    rf"\d\$?{_SPACE}*(?:{TEXT_COMMAND}\{{\s*)?(?:{JOINED}|(?:and an? )?{HALVES})"
 )
 # 5\text{ or }6\text{ m}: math-verify drops all from the first text on as units, and would read 5.
 _MORE_THAN_UNITS = re.compile(
@@ -276,9 +278,7 @@ def is_math(parsed: list) -> bool:
     return bool(parsed) and not isinstance(parsed[0], str)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Comparison
-# ------------------------------------------------------------------------------------------------------------
+# ---- Comparison --------------------------------------------------------------------------------------------
 _LETTERS = re.compile(TEXT_COMMAND + r"\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]")
 _TRANSPOSED = re.compile(r"\^\s*\{?\s*(?:T|\\top|\\intercal)(?![A-Za-z])")
 
@@ -411,9 +411,7 @@ def _in_order(gold, answer) -> tuple:
     return gold, answer
 
 
-# ------------------------------------------------------------------------------------------------------------
-# numbers and formulas
-# ------------------------------------------------------------------------------------------------------------
+# ---- numbers and formulas ----------------------------------------------------------------------------------
 def _same_number(gold, answer, float_rounding: int = 6, numeric_precision: int = 15) -> bool:
     """Replace math-verify's sympy_numeric_eq and sympy_symbolic_eq; 20% is both 0.2 and 20 [ours]."""
     if any(isinstance(side, sympy.MatrixBase | sympy.MatrixExpr) for side in (gold, answer)):
@@ -600,9 +598,7 @@ def _has_complex_product(expression) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------
-# relations
-# ------------------------------------------------------------------------------------------------------------
+# ---- relations ---------------------------------------------------------------------------------------------
 def _relations(expression) -> list:
     """List the equations and inequalities of an answer, of a chain such as 1 < x < 2, or of a list."""
     if isinstance(expression, sympy.Rel):
@@ -635,9 +631,7 @@ def _is_unsolved(gold, answer) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------
-# sets of numbers: inequalities and intervals
-# ------------------------------------------------------------------------------------------------------------
+# ---- sets of numbers: inequalities and intervals -----------------------------------------------------------
 def _region(expression):
     """Return (set of numbers, variable or None) of an interval or of inequalities, else None."""
     try:
@@ -703,9 +697,7 @@ def _without_points(numbers):
     return everything if numbers == sympy.S.Reals else numbers
 
 
-# ------------------------------------------------------------------------------------------------------------
-# ratios
-# ------------------------------------------------------------------------------------------------------------
+# ---- ratios ------------------------------------------------------------------------------------------------
 def _same_ratio(gold: list[str], answer: list[str]) -> bool:
     """Tell whether a ratio of three or more numbers is the same: 1:2:3 is 2:4:6."""
     if len(gold) != len(answer):
@@ -717,9 +709,7 @@ def _same_ratio(gold: list[str], answer: list[str]) -> bool:
     return all(_close(x * y0, y * x0) for x, y in zip(xs, ys))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# units
-# ------------------------------------------------------------------------------------------------------------
+# ---- units -------------------------------------------------------------------------------------------------
 _COMPOUND = "+"
 _UNITS = {  # {dimension: {size: names}}
     "length": {"1e-9": "nm nanometer", "1e-6": "\u03bcm", "0.001": "mm millimeter millimetre",

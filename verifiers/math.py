@@ -45,7 +45,7 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     if re.search(r"\\(?:boxed|fbox)\s*\{", completion[boxes(completion)[-1][1] if contents else 0 :]):
         contents = []  # a cut box is no answer
     elif not contents:
-        contents = [text] if (text := unboxed_answer(completion, matches in (equal, _matches_choice))) else []
+        contents = [text] if (text := unboxed_answer(completion, matches in READ_IN_PROSE)) else []
         if matches is equal and re.fullmatch(r"\s*\(.*\)\s*", "".join(contents)):
             matches = functools.partial(equal, sums=True)
     if not any(content.strip(" .") for content in contents):
@@ -103,9 +103,7 @@ def comparison_of(answer: str) -> tuple[str, str]:
     return "number" if getattr(gold[0], "is_number", False) else "expression", str(gold[0])
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The answer in a completion
-# ------------------------------------------------------------------------------------------------------------
+# ---- The answer in a completion ----------------------------------------------------------------------------
 # Escaped braces (\{) are skipped. A brace after pairs of backslashes (\\ is a line break) is not escaped.
 _BRACE = re.compile(
     r"(?<!\\)(?:\\\\)+(?=[{}])|\\(?:(boxed|fbox)\s*\{|[{}])|\{|\}"
@@ -160,6 +158,9 @@ _DENIED = re.compile(  # before a number: "cannot be", "a wrong" answer, "3 out 
     r"(?i)(?:\b(?:can ?not|not|never|wrong|incorrect)|n['’]t)[^\w.!?:;,\n]*(?:\b(?:be|equals?|to)\b\s*){0,3}$"
     r"|\d\s+(?:out of|to the power of)\s+$"
 )
+_WRONG = re.compile(
+    r"(?i)\b(?:an?|the|common|typical|usual|possible|tempting)\s+(?:\w+\s+)?(?:wrong|incorrect)\s*$"
+)
 # Where an answer without a box begins. "answer to the question is", "Answer:", "Answer $73$", "#### 73"
 _ANCHOR = re.compile(
     r"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice))\b(?:[^\n.=:$\\]{0,60}?(?:\b(?:is|are|equals?|be)\b|[:=]|\s[-\u2013\u2014]\s)|(?<!s)(?=\W*\d)|(?=[\s*]*(?:\$|\\[(\[])))|^####",
@@ -187,10 +188,7 @@ _OPENING_WORDS = re.compile(
     r"|thus|approximately|about|indeed|then|is|number|value|given|by|now|option|choice|total|of|we|have|get)\b[\s:*]*|[:*_`\"'=#]+\s*)+",
     re.IGNORECASE,
 )
-_HALF = re.compile(
-    rf"\$?-?\d[\d.,]*\$?\s+(?:{expressions.JOINING}|and an?)\s+"
-    rf"(?:\$?\d[\d.,/]*+\$?+{expressions.ROUNDED}|{expressions.HALVES})"
-)
+_HALF = re.compile(rf"\$?-?\d+(?:[.,]\d+)*\$?\s+(?:{expressions.JOINED}|(?:and an?\s+)?{expressions.HALVES})")
 _CLOSING_WORD = re.compile(
     rf"(?<=[^\s,])\s+(?!(?:and|or|dozen|ten|{expressions.SCALED}|{expressions.HALVES})(?:(?:th)?s?)\b)[A-Za-z]{{2,}}[\s,!]*$"
 )
@@ -243,7 +241,8 @@ def unboxed_answer(completion: str, is_math: bool) -> str:
         tail = (tagged[1] or tagged[2] or "").strip()
     tail = re.sub(r"\b(?:negative|minus)\s+(?=\d)", "-", _in_latin(tail, is_prose=True) if is_math else tail)
     for anchor in reversed(list(_ANCHOR.finditer(tail))):
-        if _DENIED.search(tail[: anchor.start()][-20:]):  # "A common wrong answer is 5."
+        is_count = anchor[0][:7].lower() == "answers"  # "The number of wrong answers is 5."
+        if not is_count and _WRONG.search(tail[: anchor.start()][-40:]):  # "A common wrong answer is 5."
             tail = tail[: anchor.start()]
         if anchor.start() >= len(tail) or _DENIED.search(anchor[0]):  # "The answer cannot be 5, so it is 6."
             continue
@@ -272,21 +271,25 @@ _REMARK = re.compile(  # "I hope this answer is helpful!"
 )
 _LAST_CHOICE = re.compile(r"\b[Aa]nswer(?:\s+is)?\s*:?[\s*]*\(?([A-J])\)?[\s.*]*\Z")
 _LAST_TAGS = re.compile(r"(?is)<answer>(?!.*<answer>|[^<]*\b(?:above|box|boxed)\b|\s*</)(.*?)</answer>")
-_FINAL = re.compile(
+_FINAL = re.compile(  # no decimal, which may round the box
     r"(?im)\bfinal answer(?:\s+is)?[\s*:]*"
-    r"(?:(?=\$|\\[(\[])|([-\u2212\u2013]?\\?\$?\d[\d,]*(?:[./]\d+)?(?:\\?%)?)[.\s*]*?$)"
+    r"(?:(?=\$|\\[(\[])|([-\u2212\u2013]?\\?\$?\d[\d,]*(?:/\d+)?(?:\\?%)?)[.\s*]*?$)"
+)
+_ANSWER_ALONE = re.compile(  # one letter of a choice, or mathematics without words
+    r"\s*\(?[A-J]\)?\s*|(?=[^\d\\]*+[\d\\])(?!\s*[A-Za-z]\))"
+    r"(?:\\[A-Za-z]+|[A-Za-z](?![A-Za-z])|[^A-Za-z\\]|\\[^A-Za-z])*+"
 )
 
 
 def _last_word(completion: str, matches: Callable) -> str:
     """Return the text in <answer>, the choice, or what follows "the final answer is", after all boxes."""
     tail = completion[max(boxes(completion)[-1][1], len(completion) - MAX_PARSED_CHARS) :]
-    if tagged := _LAST_TAGS.search(tail):
-        return unboxed_answer(tagged[0], matches in (equal, _matches_choice))
-    if matches is _matches_choice and (choice := _LAST_CHOICE.search(tail)):
+    if (tagged := _LAST_TAGS.search(tail)) and _ANSWER_ALONE.fullmatch(tagged[1]):
+        return tagged[1].strip(" $*")
+    if matches in (_matches_choice, _matches_choice_or_value) and (choice := _LAST_CHOICE.search(tail)):
         return choice[1]
     anchors = list(_FINAL.finditer(tail))
-    if anchors and anchors[-1][1] and matches is equal:
+    if anchors and anchors[-1][1] and matches in (equal, _matches_choice_or_value):
         return anchors[-1][1]
     match = _DELIMITED.match(tail, anchors[-1].end()) if anchors else None
     return _list_of_math(tail, [match]) if match and _is_math_text(match) else ""
@@ -403,9 +406,7 @@ def warm_up() -> None:
         verify(rf"\boxed{{{completion}}}", answer)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Text: answers that math-verify cannot parse, for example p \to q or x \equiv 3 \pmod 7 [ours]
-# ------------------------------------------------------------------------------------------------------------
+# ---- Text: answers that math-verify cannot parse, for example p \to q or x \equiv 3 \pmod 7 [ours] ---------
 _BLANK = r"(?:\\[,;:! ]|[\s~])"
 _SYNONYMS = {
     "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "le": r"\leq", "ge": r"\geq", "ne": r"\neq",
@@ -488,7 +489,7 @@ def _matches_time(content: str, answer: str) -> bool:
     return None not in times and times[0][:2] == times[1][:2] and times[1][2] in ("", times[0][2])
 
 
-# ---- choices ----
+# ---- Choices -----------------------------------------------------------------------------------------------
 def _is_labelled(content: str, answer: str) -> bool:
     """Tell whether the answer stands after the letter of its choice, as in (B) 12."""
     letter, text = _choice_of(content)
@@ -509,7 +510,7 @@ def _matches_choice(content: str, answer: str) -> bool:
     return letter == _choice_of(answer)[0] if letter else _matches_words(content, answer)
 
 
-_VALUE_OF_CHOICE = re.compile(rf"\s*(?:(\()[A-J]\)|[A-J][).]){_BLANK}*([-.\w\\(].*)", re.DOTALL)
+_VALUE_OF_CHOICE = re.compile(rf"\s*(?:(\()[A-J]\)|[A-J][).](?=[\s~\\])){_BLANK}*([-.\w\\(].*)", re.DOTALL)
 
 
 def _value_of_choice(text: str) -> str:
@@ -524,9 +525,18 @@ def _value_of_choice(text: str) -> str:
 def _matches_choice_or_value(content: str, answer: str) -> bool:
     """Accept the letter, the value or both of a reference such as (B) 24."""
     letter, text = _choice_of(content)
+    if match := re.fullmatch(r"([A-J])(?:\s*=)?\s+(.+)", _in_words(content)):  # B 24, C = 24
+        letter, text = match.groups()
     if letter and (not text or letter != _choice_of(answer)[0]):
         return letter == _choice_of(answer)[0]
     return _is_match(_value_of_choice(content) or text, _value_of_choice(answer))
+
+
+READ_IN_PROSE = (
+    equal,
+    _matches_choice,
+    _matches_choice_or_value,
+)  # what unboxed_answer() reads in any language
 
 
 def _same_letters(content: str, answer: str) -> bool:
@@ -619,7 +629,9 @@ def _pieces(text: str) -> list[str]:
     return [piece for piece in (*pieces, text[start:]) if normal_text(piece)]
 
 
-_NUMBER_OF = re.compile(rf"([^A-Za-z]*\d){_BLANK}*(?:{TEXT_COMMAND}\{{)?\s*([A-Za-z][A-Za-z ]*?)s?\s*\}}?\s*")
+_NUMBER_OF = re.compile(
+    rf"([^A-Za-z]*\d){_BLANK}*(?:{TEXT_COMMAND}\{{)?\s*([A-Za-z]{{2}}[A-Za-z ]*?)s?\s*\}}?\s*"
+)
 
 
 def _elements(text: str) -> list[tuple[str, str]]:
@@ -653,6 +665,7 @@ def _fits_in_places(content: str, answer: str) -> bool | None:
     is_named = len({*labels}) == len(gold) and all(labels["=" in answer :])  # undressed() drops a \text{max}=
     is_repeated = len({*labels}) == 1 and len({normal_text(value) for _, value in gold}) < len(gold)
     is_other = any(own_labels) and any(labels) and own_labels != {*labels} or _OTHER_FORM.search(content)
+    is_other = is_other or "=" not in answer and is_named and len(elements) != len(gold)  # 2 hours 30 minutes
     if len(gold) < 2 or is_other or not (is_named or is_repeated):
         return None
 
