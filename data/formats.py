@@ -103,8 +103,8 @@ def files_of_folder(path: str, folder: str, split: str) -> list[str]:
         file: SPLITS.intersection(re.findall("[a-z]+", file.lower())) - {split.lower()} for file in files
     }
     split_files = [file for file in files if word.match(file) or word.search(file) and not words[file]]
-    is_of_one = len({*words.values()}) == 1 and (split == "train" or not words[files[0]])
-    if not split_files and not is_of_one:
+    has_one_split = len({*words.values()}) == 1 and (split == "train" or not words[files[0]])
+    if not split_files and not has_one_split:
         raise ValueError(
             f"{path}: no file is of the split {split!r} alone, of {files[0]} to {files[-1]}; set another "
             "`split`, or name a file or a pattern"

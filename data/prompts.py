@@ -195,7 +195,7 @@ def make_rows(tables: list[Table], maker: "PromptMaker", dropped: list[dict]) ->
 
     Ends with the row that fills the limit, because a trial run should not wait for the rest of a large set.
     With `distinct` all rows are read, because copies are dropped before the limit counts. Rows that equal an
-    earlier one in every column are not made: DAPO-Math-17k repeats its rows about 100 times.
+    earlier one in every column are not made, because published sets repeat rows (DAPO-Math-17k).
     """
     source = maker.source
     rows: list[Row] = []

@@ -123,7 +123,10 @@ def declaration_at(commit: str, file: Path) -> dict | None:
 
 
 def commit_problems(file: Path, records: list[dict]) -> list[str]:
-    """Return a sentence for each unclean checkout, and commit without this declaration or tuning.json."""
+    """Return a sentence for each commit of a run that lacks the declaration, and for each unclean checkout.
+
+    The commits must also hold the present tuning.json, if the study has the file.
+    """
     declared = read_declaration(file)
     problems = []
     tuned = file.with_name("tuning.json")
@@ -251,7 +254,10 @@ def content_at(commit: str, file: Path) -> str | None:
 
 
 def file_problems(file: Path, declared: dict, commit: str, files: set[Path]) -> list[str]:
-    """Return a sentence for each file that a run's commit lacks or that changed after the declaration."""
+    """Return a sentence for each file that a run's commit lacks or has in another version.
+
+    The other version is that of the first commit with this declaration.
+    """
     study = file.parent.resolve()
     root = Path(git(study, "rev-parse", "--show-toplevel").stdout.strip())
     log = git(study, "log", "--format=%H", "--reverse", commit, "--", file.name).stdout.split()

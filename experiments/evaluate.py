@@ -253,7 +253,7 @@ def all_figures(rows: list[dict], seed: int) -> dict:
     return {
         "all": mean_figures([figures for _, figures in prompts], seed),
         "source": {source: mean_figures(figures, seed) for source, figures in by_source.items()},
-        "difficulty": {n: mean_figures(by_level[n], seed) for n in dict.fromkeys(labels.values())},
+        "difficulty": {name: mean_figures(by_level[name], seed) for name in dict.fromkeys(labels.values())},
         "task": tasks,
     }
 

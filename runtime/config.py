@@ -265,11 +265,10 @@ def read_override(text: str) -> dict:
     if not equals:
         raise ValueError(f"{text!r}: expected section.key=value")
     values = parse_yaml(value, name)
-    is_other = (
-        values != value if isinstance(values, str) else values is None and value.strip().startswith("#")
-    )
+    # YAML drops a comment and the blanks around a text, and folds line breaks
+    is_changed = values != value if isinstance(values, str) else values is None and value.strip()[:1] == "#"
     is_text = name.rpartition(".")[2] in TEXTS or "#" in value
-    if is_other and is_text and value.strip()[0] not in "\"'|>":
+    if is_changed and is_text and value.strip()[0] not in "\"'|>":
         raise ValueError(f"{name}: YAML reads {value!r} as {values!r}: put the text in quotes of its own")
     for key in reversed(name.split(".")):
         values = {key: values}

@@ -311,14 +311,14 @@ BUDGETS = {  # at most 3 % above what is there; a change that needs more deletes
     "words of Markdown, the root": 3850,
     "lines of Python, data": 4517,
     "lines of Python, examples": 75,
-    "lines of Python, experiments": 8310,
+    "lines of Python, experiments": 8316,
     "lines of Python, extras": 1963,
     "lines of Python, kernels": 753,
-    "lines of Python, runtime": 5070,
+    "lines of Python, runtime": 5069,
     "lines of Python, tests": 30069,
     "lines of Python, tests/campaign": 1838,
     "lines of Python, the root": 11510,
-    "lines of Python, verifiers": 4047,
+    "lines of Python, verifiers": 4053,
 }
 
 

@@ -411,9 +411,12 @@ def _in_order(gold, answer) -> tuple:
     return gold, answer
 
 
-# ---- numbers and formulas ----------------------------------------------------------------------------------
+# ---- numbers and formulas ----
 def _same_number(gold, answer, float_rounding: int = 6, numeric_precision: int = 15) -> bool:
-    """Replace math-verify's sympy_numeric_eq and sympy_symbolic_eq; 20% is both 0.2 and 20 [ours]."""
+    """Compare two expressions in place of math-verify's sympy_numeric_eq and sympy_symbolic_eq.
+
+    A percentage equals both numbers that it may stand for: 20% is 0.2 and 20 [ours].
+    """
     if any(isinstance(side, sympy.MatrixBase | sympy.MatrixExpr) for side in (gold, answer)):
         return _same_matrix(gold, answer)
     percents = [_percent_of(side) for side in (gold, answer)]
@@ -598,7 +601,7 @@ def _has_complex_product(expression) -> bool:
     )
 
 
-# ---- relations ---------------------------------------------------------------------------------------------
+# ---- relations ----
 def _relations(expression) -> list:
     """List the equations and inequalities of an answer, of a chain such as 1 < x < 2, or of a list."""
     if isinstance(expression, sympy.Rel):
@@ -621,7 +624,10 @@ def _is_solved(relation) -> bool:
 
 
 def _is_unsolved(gold, answer) -> bool:
-    """Tell whether an answer is a relation to solve [ours], the question, copied; AB = 5 gives a value."""
+    """Tell whether an answer to a solved reference is a relation to solve [ours]: the question, copied.
+
+    An equation in other letters or in none gives a value, for example AB = 5 and 2 + 3 = 5.
+    """
     known = _relations(gold)
     letters = gold.free_symbols if known else set()
     return all(map(_is_solved, known)) and any(
@@ -631,7 +637,7 @@ def _is_unsolved(gold, answer) -> bool:
     )
 
 
-# ---- sets of numbers: inequalities and intervals -----------------------------------------------------------
+# ---- sets of numbers: inequalities and intervals ----
 def _region(expression):
     """Return (set of numbers, variable or None) of an interval or of inequalities, else None."""
     try:
@@ -697,7 +703,7 @@ def _without_points(numbers):
     return everything if numbers == sympy.S.Reals else numbers
 
 
-# ---- ratios ------------------------------------------------------------------------------------------------
+# ---- ratios ----
 def _same_ratio(gold: list[str], answer: list[str]) -> bool:
     """Tell whether a ratio of three or more numbers is the same: 1:2:3 is 2:4:6."""
     if len(gold) != len(answer):
@@ -709,7 +715,7 @@ def _same_ratio(gold: list[str], answer: list[str]) -> bool:
     return all(_close(x * y0, y * x0) for x, y in zip(xs, ys))
 
 
-# ---- units -------------------------------------------------------------------------------------------------
+# ---- units ----
 _COMPOUND = "+"
 _UNITS = {  # {dimension: {size: names}}
     "length": {"1e-9": "nm nanometer", "1e-6": "\u03bcm", "0.001": "mm millimeter millimetre",

@@ -478,7 +478,10 @@ def _time_of(text: str) -> tuple[int, str, str] | None:
 
 
 def _is_time(answer: str) -> bool:
-    """Tell whether a reference is a time of day (math-verify reads 3:30 as 1/10); 5:17 is a ratio [ours]."""
+    """Tell whether a reference answer is a time of day; math-verify reads 3:30 as 1/10, which 2:20 equals.
+
+    A reduced ratio, for example 5:17, stays mathematics [ours].
+    """
     hour, minutes, half = _time_of(answer) or (1, "1", "")
     return bool(half) or minutes[0] == "0" or math.gcd(hour, int(minutes)) > 1
 
@@ -489,7 +492,7 @@ def _matches_time(content: str, answer: str) -> bool:
     return None not in times and times[0][:2] == times[1][:2] and times[1][2] in ("", times[0][2])
 
 
-# ---- Choices -----------------------------------------------------------------------------------------------
+# ---- choices ----
 def _is_labelled(content: str, answer: str) -> bool:
     """Tell whether the answer stands after the letter of its choice, as in (B) 12."""
     letter, text = _choice_of(content)
@@ -532,11 +535,8 @@ def _matches_choice_or_value(content: str, answer: str) -> bool:
     return _is_match(_value_of_choice(content) or text, _value_of_choice(answer))
 
 
-READ_IN_PROSE = (
-    equal,
-    _matches_choice,
-    _matches_choice_or_value,
-)  # what unboxed_answer() reads in any language
+# Comparisons for which unboxed_answer() reads remarks and other scripts.
+READ_IN_PROSE = (equal, _matches_choice, _matches_choice_or_value)
 
 
 def _same_letters(content: str, answer: str) -> bool:
